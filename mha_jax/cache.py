@@ -420,10 +420,11 @@ def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | 
     if new_lengths is not None:
         added = _on_host(new_lengths)
         check_lengths("new_lengths", added, batch_size, seq_len)
-    # Under jit values may be unknown; they are at least 0.
+    # Under jit values may be unknown, and count as 0, the least that they can be.
     lengths, added = (
         np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (lengths, added)
     )
+    # In a narrow dtype of lengths, such as uint8, the sum could overflow.
     if bool((lengths.astype(np.int64) + added > capacity).any()):
         rule = f"not exceed the {capacity} slots of the cache"
         raise InputError(

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mha_jax.arrays import Array, array_of, is_on_accelerator
-from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError, Latent, Norm, Rope
+from mha_spec import AttentionSpec, InputError, InputTypeError, Latent, Norm, Rope
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
@@ -27,6 +27,7 @@ from mha_spec.rules import (
     check_mapping,
     check_names,
 )
+from mha_spec.score_weights import without_sinks
 
 _SCALARS = [scalar for scalar in vars(jnp).values() if isinstance(scalar, type(jnp.float32))]
 _ALL_DTYPES = [np.dtype(scalar) for scalar in _SCALARS]
@@ -312,6 +313,19 @@ def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> N
         raise InputError("query", rule, {"query.shape": query.shape})
 
 
+def check_project_qkv(
+    project: object,
+    query: Array,
+    key: Array,
+    value: Array,
+    spec: AttentionSpec,
+    positions: Array | None = None,
+) -> None:
+    """Refuse arguments of `project_qkv` that do not fit each other."""
+    check_spec(spec)
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+
+
 def check_attention_scores(
     query: Array,
     key: Array,
@@ -329,12 +343,8 @@ def check_attention_scores(
     if bias is not None:
         check_bias(bias, scores_shape, query)
     check_mapping("learned", learned)
-    # Sinks are part of the softmax.
-    tables = {name: table for name, table in learned.items() if name != "sinks"}
-    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
-    check_score_weights(tables, table_shapes)
-    if isinstance(rules.relative_bias, GridBias):
-        check_grid(rules.relative_bias, scores_shape)
+    check_score_weights(without_sinks(learned), without_sinks(rules.score_shapes))
+    check_grid(rules.relative_bias, scores_shape)
 
 
 def check_masked_softmax(

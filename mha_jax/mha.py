@@ -63,9 +63,11 @@ def attention_layer(
     scores_shape = (query.shape[0], spec.num_heads, query.shape[1], key.shape[-2])
     mask.check(scores_shape)
     scores.check_arguments(scores_shape, query)
-    # Where tokens are divided, the kernel finds the padding of the local ones.
-    find = getattr(layer.kernel, "find_padding", find_padding)
-    mask, is_padding = find(mask, query.shape[0], key.shape[-2])
+    is_padding = None
+    if mask.key_padding_lengths is not None:
+        # Where tokens are divided, the kernel finds the padding of the local ones.
+        find = getattr(layer.kernel, "find_padding", find_padding)
+        mask, is_padding = find(mask, query.shape[0], key.shape[-2])
 
     if is_padding is not None and not spec.shared_kv:
         query, key, value = finite_inputs(query, key, value, is_padding)

@@ -16,7 +16,6 @@ from mha_jax.features.temperature import apply_temperature
 from mha_jax.heads import split_checked
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, InputError
-from mha_spec.attention import check_spec
 
 
 def project_qkv(
@@ -41,7 +40,6 @@ def project_qkv(
     Returns:
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
     """
-    check_spec(spec)
     if spec.latent is not None:
         q, latents = project_latents(project, query, spec, positions)
         k, v = expand_latents(project, latents, spec)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 
 from mha_jax.arrays import Array
 from mha_jax.checks import check_bias, check_score_weights
-from mha_spec import AttentionSpec, GridBias
+from mha_spec import AttentionSpec
 from mha_spec.features.relative_bias import check_grid
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_rate, check_broadcasts
@@ -61,7 +61,7 @@ class Scores:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:
             check_broadcasts("dropout_keep", self.dropout_keep.shape, scores_shape)
-        if isinstance(self.spec.relative_bias, GridBias):
+        if self.spec.relative_bias is not None:
             check_grid(self.spec.relative_bias, scores_shape)
 
     def check(self, scores_shape: tuple[int, ...], query: Array) -> None:

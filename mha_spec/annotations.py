@@ -249,10 +249,12 @@ def checking(dtypes: Dtypes, array_types: Mapping[str, type] | None = None) -> C
             for name, x in zip(order, arguments, strict=False):
                 if name in rules:
                     rules[name].check(name, x, first)
-            # In the order of the parameters, not of the call: the first array decides over axes.
-            for name in rules:
-                if name in keywords:
-                    rules[name].check(name, keywords[name], first)
+            if keywords:
+                # In the order of the parameters, not of the call: the first array decides over
+                # axes.
+                for name in rules:
+                    if name in keywords:
+                        rules[name].check(name, keywords[name], first)
             if by_hand is not None:
                 by_hand(*arguments, **keywords)
             return function(*arguments, **keywords)

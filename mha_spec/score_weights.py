@@ -1,6 +1,11 @@
 """Weights that change scores, by name, and their axes."""
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from mha_spec.features.relative_products import RELATIVE_TABLES
+
+Value = TypeVar("Value")
 
 SCORE_WEIGHTS: dict[str, str] = {"sinks": "N", "relative_bias": "CN", **RELATIVE_TABLES}
 """Axes of each: N query heads, H features of a head, E features of the input, C buckets."""
@@ -12,3 +17,10 @@ def score_axes(name: str, shape: tuple[int, ...]) -> str:
     if len(shape) < len(axes):
         return axes.replace("N", "")
     return axes
+
+
+def without_sinks(by_name: Mapping[str, Value]) -> dict[str, Value]:
+    """Return weights, or their shapes, without those of the softmax: they change scores before
+    it.
+    """
+    return {name: value for name, value in by_name.items() if name != "sinks"}

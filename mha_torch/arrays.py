@@ -67,10 +67,11 @@ def constant(x: np.ndarray, like: Tensor, dtype: torch.dtype | None = None) -> T
 
 @cache  # forever, because a CUDA graph keeps the address
 def _on_gpu(
-    x: bytes, dtype: np.dtype, dtype_there: torch.dtype | None, device: torch.device
+    x: bytes, array_dtype: np.dtype, dtype: torch.dtype | None, device: torch.device
 ) -> Tensor:
+    """Return the numbers of an array on a GPU, (L,), in another dtype if requested."""
     with torch.inference_mode(False):  # autograd rejects inference tensors
-        return torch.tensor(np.frombuffer(x, dtype), dtype=dtype_there, device=device)
+        return torch.tensor(np.frombuffer(x, array_dtype), dtype=dtype, device=device)
 
 
 def is_transformed() -> bool:

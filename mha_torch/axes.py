@@ -61,7 +61,10 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         else:
             x_v = _merge("value", value, axes, of_keys, is_exact=True)
         results = attend(layer, x, x_k, x_v, mask, **options)
-        return tuple(x.reshape(*axes, *x.shape[1:]) if x is not None else None for x in results)
+        return tuple(
+            None if result is None else result.reshape(*axes, *result.shape[1:])
+            for result in results
+        )
 
     return attend_any
 

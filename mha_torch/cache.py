@@ -488,9 +488,11 @@ def check_cache(
     """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
     appended.
     """
+    batch_size, num_kv_heads, _, _ = key.shape
+    capacity = cache_k.shape[2]
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
-        expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
-        if tuple(x.shape) != expected:
+        expected = (batch_size, num_kv_heads, capacity, new.shape[3])
+        if x.shape != expected:
             raise InputError(
                 name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)}
             )

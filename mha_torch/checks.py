@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError, Latent, Norm, Rope
+from mha_spec import AttentionSpec, InputError, InputTypeError, Latent, Norm, Rope
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
@@ -24,6 +24,7 @@ from mha_spec.rules import (
     check_names,
     check_not_written_over,
 )
+from mha_spec.score_weights import without_sinks
 from mha_torch.arrays import is_autocast_on, is_distributed, values_at_hand
 
 _ALL_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
@@ -92,11 +93,8 @@ def check_lengths(
         shape = (len(lengths),)
         values = list(lengths)
     else:
-        try:
-            array = torch.as_tensor(lengths)
-        except (TypeError, ValueError, RuntimeError):
-            raise InputTypeError(name, "be integers", type(lengths).__name__) from None
-        if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
+        array = _as_tensor(name, lengths)
+        if array.dtype not in _INTEGERS:
             raise InputTypeError(name, "be integers", {f"{name}.dtype": array.dtype})
         shape = tuple(array.shape)
         values = values_at_hand(array)
@@ -106,9 +104,19 @@ def check_lengths(
         else:
             expected = f"(B,) = ({batch_size},)"
         raise InputError(name, f"have shape {expected}", {f"{name}.shape": shape})
-    if values is not None and any(not 0 <= value <= maximum for value in values):
+    if values and not 0 <= min(values) <= max(values) <= maximum:
         raise InputError(name, f"lie in 0..{maximum}", {name: values})
     return values
+
+
+def _as_tensor(name: str, lengths: Tensor | Sequence[int]) -> Tensor:
+    """Return lengths as a tensor."""
+    if isinstance(lengths, Tensor):
+        return lengths
+    try:
+        return torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputTypeError(name, "be integers", type(lengths).__name__) from None
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
@@ -262,7 +270,8 @@ def check_features(name: str, x: Tensor, width: int) -> None:
     """Refuse the output of a projection that is distributed or has another width, as if it had only
     some heads.
     """
-    if x.shape[-1] == width and not is_distributed(x):
+    # The type first: a tensor of PyTorch itself is on this process.
+    if x.shape[-1] == width and (type(x) is Tensor or not is_distributed(x)):
         return
     shown = f"{x.shape[-1]} features"
     if is_distributed(x):
@@ -337,6 +346,19 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) ->
         raise InputError("query", rule, {"query.shape": tuple(query.shape)})
 
 
+def check_project_qkv(
+    project: object,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    positions: Tensor | None = None,
+) -> None:
+    """Refuse arguments of `project_qkv` that do not fit each other."""
+    check_spec(spec)
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+
+
 def check_attention_scores(
     query: Tensor,
     key: Tensor,
@@ -354,12 +376,8 @@ def check_attention_scores(
     if bias is not None:
         check_bias(bias, scores_shape, query)
     check_mapping("learned", learned)
-    # Sinks are part of the softmax.
-    tables = {name: table for name, table in learned.items() if name != "sinks"}
-    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
-    check_score_weights(tables, table_shapes, query)
-    if isinstance(rules.relative_bias, GridBias):
-        check_grid(rules.relative_bias, scores_shape)
+    check_score_weights(without_sinks(learned), without_sinks(rules.score_shapes), query)
+    check_grid(rules.relative_bias, scores_shape)
 
 
 def check_masked_softmax(

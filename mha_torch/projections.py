@@ -9,9 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mha_spec import AttentionSpec, InputError
-from mha_spec.attention import check_spec
 from mha_torch.arrays import at_least_float32
-from mha_torch.checks import check_features, check_gate, check_positions
+from mha_torch.checks import check_features, check_gate
 from mha_torch.features.latent import expand_latents, project_latents
 from mha_torch.features.rope import Rotation, apply_rope, rotation_of
 from mha_torch.features.temperature import apply_temperature
@@ -41,15 +40,12 @@ def project_qkv(
     Returns:
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
     """
-    check_spec(spec)
     if spec.latent is not None:
         q, latents = project_latents(project, query, spec, positions)
         k, v = expand_latents(project, latents, spec)
         return q, k, v
     q, k, v = _project_inputs(project, query, key, value, spec)
-    if positions is not None:
-        check_positions(positions, q.shape[0], q.shape[1], spec.rope)
-    elif spec.has_positions:
+    if positions is None and spec.has_positions:
         positions = torch.arange(q.shape[1], device=q.device)[None]
     rotation = None
     if spec.rope is not None and positions is not None:

@@ -18,6 +18,7 @@ from mha_tt.cache_mha import (
 from mha_tt.checks import check_apply_dropout as _check_apply_dropout
 from mha_tt.checks import check_attention_scores as _check_attention_scores
 from mha_tt.checks import check_masked_softmax as _check_masked_softmax
+from mha_tt.checks import check_project_qkv as _check_project_qkv
 from mha_tt.checks import checked as _checked
 from mha_tt.decode.pages import PagedKVCache
 from mha_tt.device import (
@@ -161,7 +162,7 @@ multi_head_attention_with_cache = _checked(multi_head_attention_with_cache)
 multi_head_latent_attention = _checked(multi_head_latent_attention)
 project_latents = _checked(project_latents)
 project_output = _checked(project_output)
-project_qkv = _checked(project_qkv)
+project_qkv = _checked(project_qkv, _check_project_qkv)
 repeat_kv_heads = _checked(repeat_kv_heads)
 scaled_dot_product_attention = _checked(scaled_dot_product_attention)
 split_heads = _checked(split_heads)

@@ -46,6 +46,7 @@ from mha_tt.features.latent import (
 )
 from mha_tt.features.rope import rotation_of
 from mha_tt.kernels import Kernel, fused
+from mha_tt.kernels.nonfinite import Contained
 from mha_tt.layout import padded_features, padded_width, round_up
 from mha_tt.masks import DeviceMask, Mask, block_of
 from mha_tt.mha import AttentionLayer, FunctionalLayer
@@ -124,7 +125,9 @@ def cached_layer(
             return decode_step(layer, kernel, x, cache, scores, None if kv_b is None else kv_b())
     if 0 in (batch_size, seq_len):
         output = zeros((batch_size, seq_len, padded_width("out_proj", spec)), x.dtype, x.device())
-        return layer.project("out_proj", output) if spec.out_proj else output, cache
+        if spec.out_proj:
+            output = layer.project("out_proj", output)
+        return output, cache
     positions = before.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     is_real = None
     if not are_all_real:
@@ -139,9 +142,8 @@ def cached_layer(
     q, new = project_new_tokens(
         layer.project, x, before, spec, positions if rotation is None else rotation
     )
-    if kv_b is None:
-        heads = None
-    else:
+    heads = None
+    if kv_b is not None:
         heads = kv_b()
     config = layer.compute_kernel_config
     if heads is not None:
@@ -161,7 +163,10 @@ def cached_layer(
         output = ttnn.where(is_real, output, 0.0)
     # At the end: a step that raised an error can be repeated.
     mark_written_over(before, after)
-    return output, cache if spec.shared_kv else after
+    # With `shared_kv` the other layer keeps its cache.
+    if spec.shared_kv:
+        return output, cache
+    return output, after
 
 
 def _check_call(
@@ -256,7 +261,8 @@ def _kernel_of_step(
     mask: Mask,
     scores: Scores,
 ) -> fused.FusedAttention | None:
-    """Return the kernel of the layer if its step form supports the call, else None.
+    """Return the kernel of the layer, or the one that it contains, if its step form supports the
+    call, else None.
 
     The step form multiplies a mask by the scale (tt-metal#55337). Its windows are correct, but leak
     non-finite values of keys before the window (docs/reference/ttnn.md).
@@ -273,8 +279,15 @@ def _kernel_of_step(
         and fused.step_supports(first.shape[3])
         and fused.supports(x, scores)
     )
-    if is_supported and isinstance(layer.kernel, fused.FusedAttention):
-        return layer.kernel
+    if not is_supported:
+        return None
+    kernel = layer.kernel
+    # Without a mask a token attends to all filled slots, and the step form reads no other: there is
+    # no NaN to contain.
+    if isinstance(kernel, Contained):
+        kernel = kernel.kernel
+    if isinstance(kernel, fused.FusedAttention):
+        return kernel
     return None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError, Norm, Rope
+from mha_spec import AttentionSpec, InputError, InputTypeError, Norm, Rope
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
@@ -26,6 +26,7 @@ from mha_spec.rules import (
     check_names,
     check_not_written_over,
 )
+from mha_spec.score_weights import without_sinks
 from mha_tt.layout import (
     TAKEN,
     has_heads,
@@ -311,7 +312,7 @@ def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
     if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
         raise InputError(
             "head_dim",
-            "be given for pairs other than (i, i + H/2), with heads as `head_slots` orders them",
+            "be passed for pairs other than (i, i + H/2), with heads as `head_slots` orders them",
             head_dim=None,
             rope=rope,
         )
@@ -425,6 +426,19 @@ def check_heads_of_spec(query: Tensor, num_heads: int, spec: AttentionSpec | Bar
         raise InputError("query", rule, {"query.shape": tuple(query.shape)})
 
 
+def check_project_qkv(
+    project: object,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    positions: object = None,
+) -> None:
+    """Refuse arguments of `project_qkv` that do not fit each other."""
+    check_spec(spec)
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+
+
 def check_attention_scores(
     query: Tensor,
     key: Tensor,
@@ -444,12 +458,8 @@ def check_attention_scores(
     if bias is not None:
         check_bias(bias, scores_shape, query)
     check_mapping("learned", learned)
-    # Sinks are part of the softmax.
-    tables = {name: table for name, table in learned.items() if name != "sinks"}
-    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
-    check_score_weights(tables, table_shapes, query)
-    if isinstance(rules.relative_bias, GridBias):
-        check_grid(rules.relative_bias, scores_shape)
+    check_score_weights(without_sinks(learned), without_sinks(rules.score_shapes), query)
+    check_grid(rules.relative_bias, scores_shape)
 
 
 def check_masked_softmax(

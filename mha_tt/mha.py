@@ -63,7 +63,9 @@ def attention_layer(
     scores_shape = (query.shape[0], spec.num_heads, query.shape[1], seq_len_k)
     mask.check(scores_shape)
     scores.check_arguments(scores_shape, query)
-    is_padding = find_padding(mask, query.shape[0], seq_len_k)
+    is_padding = None
+    if mask.key_padding_lengths is not None:
+        is_padding = find_padding(mask, query.shape[0], seq_len_k)
 
     if is_padding is not None and not spec.shared_kv:
         query, key, value = finite_inputs(query, key, value, is_padding)

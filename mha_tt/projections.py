@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, InputError
-from mha_spec.attention import check_spec
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.checks import check_features, check_gate
 from mha_tt.device import zeros
@@ -46,7 +45,6 @@ def project_qkv(
     Returns:
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
     """
-    check_spec(spec)
     if spec.latent is not None:
         q, latents = project_latents(project, query, spec, positions)
         k, v = expand_latents(project, latents, spec)

@@ -2,20 +2,8 @@
 which reads them.
 """
 
-# What a layer computes
-from mha_spec import (
-    Alibi as Alibi,
-    AttentionSpec as AttentionSpec,
-    Gate as Gate,
-    GridBias as GridBias,
-    Latent as Latent,
-    Norm as Norm,
-    RelativeBias as RelativeBias,
-    RelativeProducts as RelativeProducts,
-    Rope as Rope,
-    SinusoidProducts as SinusoidProducts,
-    Temperature as Temperature,
-)
+# What a layer computes; records of other features are in mha_spec
+from mha_spec import AttentionSpec as AttentionSpec, Rope as Rope
 
 # Cases, weights and arrays
 from parity.measure.core.arrays import to_jax as to_jax, to_numpy as to_numpy, to_torch as to_torch
@@ -23,13 +11,7 @@ from parity.measure.core.case import Case as Case
 from parity.measure.core.cases import CASES as CASES
 from parity.measure.core.problem import make_problem as make_problem
 from parity.measure.core.quantization import CacheQuantization as CacheQuantization
-from parity.measure.core.weights import (
-    check_weights as check_weights,
-    load_tensors as load_tensors,
-    random_weights as random_weights,
-    save_tensors as save_tensors,
-    weight_shapes as weight_shapes,
-)
+from parity.measure.core.weights import random_weights as random_weights
 from parity.measure.backends.caches import load_cache as load_cache, save_cache as save_cache
 from parity.measure.backends.numerics import numerics_lock as numerics_lock
 
@@ -73,9 +55,8 @@ from parity.port.conversion.convert import (
     load as load,
 )
 from parity.port.conversion.differences import compare_weights as compare_weights
-from parity.port.conversion.layouts import Layout as Layout, register_layout as register_layout
+from parity.port.conversion.layouts import register_layout as register_layout
 from parity.port.conversion.ignored_settings import IgnoredSettingsWarning as IgnoredSettingsWarning
-from parity.port.conversion.verify import verify as verify
 from parity.port.models.specs import specs_of as specs_of
 
 # Layers of a running model

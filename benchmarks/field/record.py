@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import parity
+from parity.measure.core.weights import load_tensors
 from parity.port.models.config import read_config
 from parity.port.tapping.record import Tapped
 
@@ -149,7 +150,7 @@ def record_maxtext(folder: str) -> Tapped:
         ["", base, *(f"{key}={value}" for key, value in options.items()), *sys.argv[4:]]
     )
     model = from_config(config, rngs=nnx.Rngs(0))
-    tensors, _ = parity.load_tensors(Path(folder) / "model.safetensors")
+    tensors, _ = load_tensors(Path(folder) / "model.safetensors")
     names = param_mapping.PARAM_MAPPING[name](told, config, scan_layers=False)
     hooks = param_mapping.HOOK_FNS[name](told, config, scan_layers=False, saving_to_hf=False)
     filled = []

@@ -48,7 +48,9 @@ def _apply_norm(x: Array, weight: Array | None, bias: Array | None, norm: Norm) 
     normed = wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + norm.eps)
     if weight is not None:
         weight = _along(weight, norm, x.ndim)
-        normed = normed * (1.0 + weight if norm.weight == "1+w" else weight)
+        if norm.weight == "1+w":
+            weight = 1.0 + weight
+        normed = normed * weight
     if bias is not None:
         normed = normed + _along(bias, norm, x.ndim)
     return normed.astype(x.dtype)

@@ -42,8 +42,10 @@ def relative_position_bias(
         if q_offset is not None:
             positions = positions + q_offset[:, None]
         rows = jnp.asarray(relative_bias.buckets()[:, :seq_len_k], jnp.int32)
+        # Padding, and tokens without room in a cache, may lie beyond the grid.
         positions = jnp.clip(positions, 0, len(rows) - 1)
         return jnp.moveaxis(table.astype(scores_dtype)[rows[positions]], 3, 1)
+    # From -T, not from 1 - T: without queries there is still a row to look up.
     distances = jnp.arange(-seq_len_q, seq_len_k, dtype=jnp.int32)[None]
     if q_offset is not None:
         distances = distances - q_offset[:, None]

@@ -142,19 +142,22 @@ def attend_to_visitors(
 
 
 def _walks(mask: Mask, seq_len_q: int, seq_len_k: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Return the number of steps of keys and values in each direction: to all devices, or as far as
-    spans reach.
+    """Return the walks of keys and values: each a direction, 1 to the next device or -1, and a
+    number of steps, to all devices or as far as spans reach.
     """
     span = mask.span
     if span is None or seq_len_q != seq_len_k:
         return ((1, size - 1),)
-    far = (span.window_size or span.chunk_size or 1) - 1
-    if span.chunk_size and seq_len_q % span.chunk_size == 0:
-        count = 0
+    if span.window_size is not None:
+        reach = span.window_size - 1
     else:
-        count = -(-far // seq_len_q)
+        chunk_size = span.chunk_size or 1
+        # Chunks that end where the tokens of a device end need no other device.
+        reach = 0 if seq_len_q % chunk_size == 0 else chunk_size - 1
+    count = -(-reach // seq_len_q)
     if mask.is_causal:
         return ((1, min(count, size - 1)),)
+    # Both walks would meet: one in one direction passes all devices.
     if 2 * count >= size - 1:
         return ((1, size - 1),)
     return ((1, count), (-1, count))

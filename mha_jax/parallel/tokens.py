@@ -241,7 +241,10 @@ class _Heads(NamedTuple):
         return self.joined(lax.all_to_all(x, self.axis, split_axis=4, concat_axis=2, tiled=True))
 
     def constrained(self, x: Array, *, by_heads: bool) -> Array:
-        """Exchange by a sharding constraint, if XLA partitions the work."""
+        """Exchange split heads, (B, heads of a device, devices, heads of a group, T, ·), by a
+        sharding constraint, if XLA partitions the work: by heads it divides the third axis,
+        otherwise the tokens.
+        """
         free = PartitionSpec.UNCONSTRAINED
         if by_heads:
             spec = (free, free, self.axis, free, None, None)

@@ -154,13 +154,16 @@ class GridBias(Record):
         return buckets
 
 
-def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
-    """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has.
+def check_grid(
+    relative_bias: RelativeBias | GridBias | None, scores_shape: tuple[int, ...]
+) -> None:
+    """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has, if it has
+    one.
 
     Raises:
         ValueError: if there are more queries or keys.
     """
-    if max(scores_shape[2:]) > relative_bias.num_tokens:
+    if isinstance(relative_bias, GridBias) and max(scores_shape[2:]) > relative_bias.num_tokens:
         raise InputError(
             "tokens",
             f"be at most the {relative_bias.num_tokens} of the grid",

@@ -118,7 +118,7 @@ class Rope(Record):
             self.section_frequencies == "strided" and len(set(self.sections)) > 1
         ):
             if self.sections is None:
-                rule = "be given"
+                rule = "be set"
             else:
                 rule = "be equal"
             raise InputError(

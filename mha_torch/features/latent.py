@@ -79,9 +79,9 @@ def project_latents(
         q = project("q_proj", x)
     else:
         q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
-    compressed = project("kv_a_proj", x)
     check_features("q_proj" if latent.q_rank is None else "q_b_proj", q, spec.q_width)
     q = split_heads(q, spec.num_heads)
+    compressed = project("kv_a_proj", x)
     normed = _normed(project, "kv_a_norm", compressed[..., : latent.kv_rank], latent)
     shared = compressed[..., latent.kv_rank :]
     latents = torch.cat([normed, shared], dim=-1)[:, None]

@@ -58,7 +58,9 @@ def apply_norm_by_mean(
     normed = wide * torch.rsqrt(mean(wide.square()) + norm.eps)
     if weight is not None:
         weight = _along(weight, norm)
-        normed = normed * (1.0 + weight if norm.weight == "1+w" else weight)
+        if norm.weight == "1+w":
+            weight = 1.0 + weight
+        normed = normed * weight
     if bias is not None:
         normed = normed + _along(bias, norm)
     return normed.to(x.dtype)

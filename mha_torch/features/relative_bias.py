@@ -38,10 +38,12 @@ def relative_position_bias(
         positions = torch.arange(seq_len_q, device=table.device)[None]
         if q_offset is not None:
             positions = positions + q_offset.to(positions)[:, None]
+        # Padding, and tokens without room in a cache, may lie beyond the grid.
         buckets = constant(relative_bias.buckets(), table)[
             positions.clamp(0, relative_bias.num_tokens - 1), :seq_len_k
         ]
         return table.to(scores_dtype)[buckets].movedim(3, 1)
+    # From -T, not from 1 - T: without queries there is still a row to look up.
     distances = torch.arange(-seq_len_q, seq_len_k, device=table.device)[None]
     if q_offset is not None:
         distances = distances - q_offset.to(distances)[:, None]

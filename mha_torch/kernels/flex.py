@@ -24,6 +24,10 @@ from mha_torch.scores import Scores
 
 # Missing in older PyTorch.
 _CAN_COMPILE = find_spec("triton") is not None and hasattr(library, "AuxRequest")
+
+DEVICE_TYPE = "cuda"
+"""Type of device on which it is compiled into one kernel; elsewhere it is slow."""
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDTHS = range(16, 257)
 _BLOCK_SIZE = 128
@@ -36,8 +40,8 @@ dominates.
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> bool:
-    """Return whether to use FlexAttention: the call is large, and another kernel would need a mask
-    or a bias.
+    """Return whether to use FlexAttention on its device: the call is large, and another kernel
+    would need a mask or a bias.
     """
     # A graph that also builds the blocks is wrong: PyTorch 2.11 on an H200.
     if torch.compiler.is_compiling():
@@ -55,10 +59,8 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scor
 
 
 def _runs_here(query: Tensor, value: Tensor) -> bool:
-    """Return whether the kernel supports these heads, their device and this kind of call."""
-    if not (
-        _CAN_COMPILE and query.is_cuda and type(query) is Tensor and query.numel() and value.numel()
-    ):
+    """Return whether the kernel supports these heads and this kind of call."""
+    if not (_CAN_COMPILE and type(query) is Tensor and query.numel() and value.numel()):
         return False
     if is_transformed():  # it has no batching rules for vmap
         return False
@@ -222,8 +224,9 @@ def _visible_blocks(
 
 def _id_ranges(ids: Int[Tensor, "B L"]) -> tuple[Int[Tensor, "B blocks"], Int[Tensor, "B blocks"]]:
     """Return the smallest and the largest segment id of each block."""
-    more = ids[:, -1:].expand(-1, -ids.shape[1] % _BLOCK_SIZE)
-    blocks = torch.cat([ids, more], dim=1).unflatten(1, (-1, _BLOCK_SIZE))
+    # The last id again fills the last block.
+    filling = ids[:, -1:].expand(-1, -ids.shape[1] % _BLOCK_SIZE)
+    blocks = torch.cat([ids, filling], dim=1).unflatten(1, (-1, _BLOCK_SIZE))
     return blocks.amin(2), blocks.amax(2)
 
 

@@ -35,11 +35,12 @@ def attend(
     Source: torch.nn.functional.scaled_dot_product_attention.
     """
     is_forward_mode = _is_forward_mode()
-    if not is_forward_mode and flex.supports(query, key, value, mask, scores):
+    can_be_flex = query.device.type == flex.DEVICE_TYPE and not is_forward_mode
+    if can_be_flex and flex.supports(query, key, value, mask, scores):
         return flex.attend(query, key, value, mask, scores)
     if is_forward_mode or not sdpa.supports(scores):
         return stages.attend(query, key, value, mask, scores)[0]
-    if windows.supports(query, key, value, mask):
+    if mask.span is not None and windows.supports(query, key, value, mask):
         return windows.attend(query, key, value, mask, scores)
     return sdpa.attend(query, key, value, mask, scores)
 

@@ -158,35 +158,46 @@ def sdpa(
     is_grouped = False
     if query.shape[1] != key.shape[1]:
         is_grouped = True
-    with (
-        _kernels_for(query, attn_mask),
-        nullcontext() if query.dtype == dtype else without_autocast("cuda"),
-    ):
-        context = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            # Top-left aligned, like ours. SDPA requires a boolean of Python, not NumPy.
-            is_causal=bool(is_causal),
-            dropout_p=dropout,
-            scale=scale,
-            enable_gqa=is_grouped,
-        )
+    options: dict[str, Any] = {
+        "attn_mask": attn_mask,
+        # Top-left aligned, like ours. SDPA requires a boolean of Python, not NumPy.
+        "is_causal": bool(is_causal),
+        "dropout_p": dropout,
+        "scale": scale,
+        "enable_gqa": is_grouped,
+    }
+    if query.is_cuda:
+        context = _call_on_cuda(query, key, value, options, is_cast=query.dtype != dtype)
+    else:
+        context = F.scaled_dot_product_attention(query, key, value, **options)
     if context.shape[3] != width:
         context = context[..., :width]
     return context.to(dtype)
 
 
+def _call_on_cuda(
+    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], *, is_cast: bool
+) -> Tensor:
+    """Call PyTorch's function without kernels that are wrong or slow for the call; without autocast
+    if inputs were cast to the dtype of a bias, which it would undo.
+    """
+    with (
+        _kernels_for(query, options["attn_mask"]),
+        without_autocast("cuda") if is_cast else nullcontext(),
+    ):
+        return F.scaled_dot_product_attention(query, key, value, **options)
+
+
 def _kernels_for(query: Tensor, attn_mask: Tensor | None) -> AbstractContextManager[Any]:
-    """Return a context without cuDNN, if the call is one that cuDNN gets wrong or plans too long.
+    """Return a context without cuDNN, if the call on CUDA is one that cuDNN gets wrong or plans too
+    long.
 
     With a mask cuDNN is wrong: at logits of 1e5 it masks nothing, it reads float32 biases in the
     dtype of queries, and gradients may be NaN (pytorch/pytorch 191612, 196678). It plans for 60 ms
     for each new number of keys, that is, in each decoding step. Compiled graphs cannot query which
     kernels the user allows, and allow all.
     """
-    if not query.is_cuda or (attn_mask is None and query.shape[2] > _FEW_QUERIES):
+    if attn_mask is None and query.shape[2] > _FEW_QUERIES:
         return nullcontext()
     if torch.compiler.is_compiling():
         return sdpa_kernel([*_NOT_CUDNN])
@@ -224,13 +235,16 @@ def _with_sinks(
     query = F.pad(torch.cat([query, parts], dim=-1), (0, 0, num_before, 0))
     first = F.pad(key.new_zeros(*key.shape[:2], 1, key.shape[3]), (0, 2), value=1.0)
     key = torch.cat([first, F.pad(key, (0, 2))], dim=2)
+    # Two features more, so that values stay as wide as keys, which most kernels need.
     value = F.pad(value, (0, 2, 1, 0))
     if attn_mask is None:
         return query, key, value, None
     attn_mask = attn_mask.broadcast_to(
         torch.broadcast_shapes(attn_mask.shape, (1, key.shape[2] - 1))
     )
-    return query, key, value, F.pad(attn_mask, (1, 0), value=attn_mask.dtype == torch.bool)
+    # Every query attends to the sink: True in a boolean mask, 0 in one that is added.
+    is_boolean = attn_mask.dtype == torch.bool
+    return query, key, value, F.pad(attn_mask, (1, 0), value=is_boolean)
 
 
 def _distance_bias(

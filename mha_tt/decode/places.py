@@ -100,7 +100,7 @@ class RotaryTable:
     def __init__(self, spec: AttentionSpec, capacity: int, *, device: ttnn.MeshDevice) -> None:
         """Upload the table of a layer with RoPE for caches of this capacity."""
         if spec.rope is None:
-            raise InputError("rope", "be given for a table of rotations", f"rope=None in {spec}")
+            raise InputError("rope", "be set for a table of rotations", f"rope=None in {spec}")
         self._made_for = (spec.rope, rotated_head(spec), capacity)
         head_dim, width = rotated_head(spec)
         cos, sin = cos_and_sin(

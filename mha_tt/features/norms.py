@@ -67,7 +67,9 @@ def apply_norm(
     normed = ttnn.multiply(wide, ttnn.rsqrt(ttnn.add(mean(ttnn.square(wide)), norm.eps)))
     if weight is not None:
         weight = at_least_float32(weight)
-        normed = ttnn.multiply(normed, ttnn.add(weight, 1.0) if norm.weight == "1+w" else weight)
+        if norm.weight == "1+w":
+            weight = ttnn.add(weight, 1.0)
+        normed = ttnn.multiply(normed, weight)
     if bias is not None:
         normed = ttnn.add(normed, at_least_float32(bias))
     return as_dtype(normed, x.dtype)

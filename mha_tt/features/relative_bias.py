@@ -42,6 +42,7 @@ def relative_position_bias(
     if q_offset is not None:
         positions = np.asarray(q_offset)[:, None] + positions
     if isinstance(relative_bias, GridBias):
+        # Padding may lie beyond the grid.
         buckets = relative_bias.buckets()[
             np.clip(positions, 0, relative_bias.num_tokens - 1), :seq_len_k
         ]

@@ -59,7 +59,7 @@ def bench_model(
     with Checkpoint.open(path) as checkpoint:
         found = checkpoint.layers(LayerHints.by(CALLER, **said), layout, prefix)
         found.warn_if_incomplete()
-        skeleton = cache(partial(_skeleton, path))
+        skeleton = cache(partial(_skeleton, checkpoint))
         for layer, label in _alike(chosen_layers(found.in_order, layers)):
             weights, _ = layer.load()
             for work in (each for dtype in dtypes for each in _works(layer, label, dtype, quick)):
@@ -126,12 +126,12 @@ def _works(layer: FileLayer, label: str, dtype: str, quick: bool) -> list[Work]:
     ]
 
 
-def _skeleton(path: str | os.PathLike[str]) -> Any:
+def _skeleton(checkpoint: Checkpoint) -> Any:
     """Return the model of transformers for the folder's config.json, with SDPA if it has that."""
     try:
-        return skeleton_of(path, "sdpa")
+        return skeleton_of(checkpoint, "sdpa")
     except ValueError:  # BLOOM and others have no SDPA
-        return skeleton_of(path)
+        return skeleton_of(checkpoint)
 
 
 def _own_module(

@@ -11,7 +11,8 @@ import pytest
 from helpers.refusals import refuses
 from rich.console import Console
 
-from parity import AttentionSpec, Case, Norm, Rope, run_cases
+from mha_spec import Norm
+from parity import AttentionSpec, Case, Rope, run_cases
 from parity.measure.core.cases import CASES
 from parity.measure.core.compare import Label, failure
 from parity.use.cli.main import main

@@ -24,6 +24,7 @@ from wild.sets import BUGS, RIGHTS
 
 import parity
 from parity.explain.mutating.bugs import names as bugs_to_inject
+from parity.measure.core.weights import save_tensors
 from parity.port.conversion.layouts import LAYOUTS
 from parity.use.cli.main import make_parser
 from parity_lab.injections import INJECTIONS
@@ -806,7 +807,7 @@ def test_checkpoint_commands_run(tmp_path):
             parity.random_weights(spec), source="canonical", target="transformers.LLaMA", spec=spec
         )
         tensors |= {f"model.layers.{i}.self_attn.{name}": array for name, array in layer.items()}
-    parity.save_tensors(tmp_path / "model.safetensors", tensors, {})
+    save_tensors(tmp_path / "model.safetensors", tensors, {})
     page = (ROOT / "docs" / "how-to" / "ci.md").read_text("utf-8")
     (block,) = re.findall(r"^```\n(LAYER=.*?)^```$", page, re.MULTILINE | re.DOTALL)
     status, printed, errors = run(

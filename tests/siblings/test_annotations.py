@@ -7,6 +7,7 @@ bad argument, or two that do not fit each other, suffice to make one.
 
 import inspect
 import pickle
+import sys
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -241,6 +242,35 @@ def test_attention_weights_are_checked_once(sibling, monkeypatch):
     heads = sibling.array(np.ones((2, 2, 3, 32), np.float32))
     package.attention_scores(heads, heads, bias)
     assert len(calls) == 2  # and by themselves checked
+
+
+def test_causal_layer_passes_few_modules(sibling):
+    """A second causal call of a layer passes few modules and functions: kernels and features that
+    cannot apply are not asked.
+    """
+    # In float32 mha_tt has the plain path, whose stages are functions too.
+    most_modules, most_functions = {
+        "mha_torch": (12, 45),
+        "mha_jax": (13, 45),
+        "mha_tt": (16, 70),
+    }[sibling.package.__name__]
+    layer = sibling.module("MultiHeadSelfAttention", AttentionSpec(64, 2))
+    x = sibling.array(np.ones((1, 32, 64), np.float32))
+    names = ("mha_spec", sibling.package.__name__)
+    functions = set()
+
+    def note(frame, event, _):
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.partition(".")[0] in names:
+            functions.add((module, frame.f_code.co_qualname))
+
+    for profile in (None, note):
+        sys.setprofile(profile)
+        layer(x, is_causal=True)
+        sys.setprofile(None)
+    assert functions
+    assert len({module for module, _ in functions}) <= most_modules
+    assert len(functions) <= most_functions
 
 
 def test_public_functions_are_pickled(sibling):

@@ -19,7 +19,18 @@ from helpers.siblings import DTYPES, EPSILON, PATHS
 from helpers.textbook import TEXTBOOK_OUTPUT
 
 import parity
-from mha_spec import AttentionSpec, Latent, Norm, Rope
+from mha_spec import (
+    Alibi,
+    AttentionSpec,
+    GridBias,
+    Latent,
+    Norm,
+    RelativeBias,
+    RelativeProducts,
+    Rope,
+    SinusoidProducts,
+    Temperature,
+)
 from parity.measure.core.problem import TEXTBOOK_INPUT, TEXTBOOK_WEIGHTS
 
 SPEC = AttentionSpec(8, 2)
@@ -113,7 +124,7 @@ def test_alibi_is_slope_times_distance(sibling):
     """ALiBi subtracts the slope of a head times the distance from its scores, counted from an
     offset if given.
     """
-    zeros, spec = sibling.array(full((1, 2, 2, 4), 0.0)), AttentionSpec(8, 2, alibi=parity.Alibi())
+    zeros, spec = sibling.array(full((1, 2, 2, 4), 0.0)), AttentionSpec(8, 2, alibi=Alibi())
     scores = sibling.package.attention_scores
     slopes = np.array([2.0**-4, 2.0**-8])[:, None, None]
     assert sibling.numpy(scores(zeros, zeros, None, spec))[0] == pytest.approx(
@@ -128,7 +139,7 @@ def test_alibi_is_slope_times_distance(sibling):
 @every_dtype
 def test_relative_bias_is_a_row_of_a_table(sibling, dtype):
     """A relative bias is the row of the table that belongs to the bucket of a distance."""
-    zeros, record = sibling.array(np.zeros((2, 2, 2, 4), dtype)), parity.RelativeBias(4, 3)
+    zeros, record = sibling.array(np.zeros((2, 2, 2, 4), dtype)), RelativeBias(4, 3)
     scores, spec = sibling.package.attention_scores, AttentionSpec(8, 2, relative_bias=record)
     table = np.arange(8, dtype=dtype).reshape(
         4, 2
@@ -145,7 +156,7 @@ def test_relative_bias_is_a_row_of_a_table(sibling, dtype):
 
 def test_grid_bias_is_a_row_of_a_table(sibling):
     """A grid bias is the row of the table that belongs to the places of both tokens."""
-    zeros, record = sibling.array(full((2, 2, 2, 4), 0.0)), parity.GridBias(1, 2, class_token=True)
+    zeros, record = sibling.array(full((2, 2, 2, 4), 0.0)), GridBias(1, 2, class_token=True)
     scores, spec = sibling.package.attention_scores, AttentionSpec(8, 2, relative_bias=record)
     # Rows of 1 after, 0, 1 before; the class token as query, as key, as both.
     table = np.arange(12, dtype=np.float32).reshape(6, 2)
@@ -163,7 +174,7 @@ def test_relative_products_use_a_distance(sibling):
     """Relative products add the products of queries and keys with the vectors of their distance,
     and are scaled.
     """
-    record = parity.RelativeProducts(1, 2, of_keys=True, per_head=True)
+    record = RelativeProducts(1, 2, of_keys=True, per_head=True)
     spec = AttentionSpec(8, 2, num_kv_heads=1, scale=0.5, relative_products=record)
     rng = np.random.default_rng(0)
     q, k = (
@@ -199,7 +210,7 @@ def test_sinusoid_products_use_a_distance(sibling):
     bias.
     """
     spec = AttentionSpec(
-        8, 2, num_kv_heads=1, scale=0.5, d_in=4, relative_products=parity.SinusoidProducts(100.0)
+        8, 2, num_kv_heads=1, scale=0.5, d_in=4, relative_products=SinusoidProducts(100.0)
     )
     rng = np.random.default_rng(0)
     q = rng.normal(size=(2, 2, 2, 4)).astype(np.float32)
@@ -293,7 +304,7 @@ def test_temperature_grows_with_the_length(sibling):
     """
     x = sibling.array(full((2, 1, 4, 32)))
     positions = sibling.option(np.array([[0, 2, 3, 6], [7, 10, 11, 14]], np.int32))
-    temperature = parity.Temperature(4, 1.0 / math.log(2.0), first_position=1)
+    temperature = Temperature(4, 1.0 / math.log(2.0), first_position=1)
     found = sibling.numpy(sibling.package.apply_temperature(x, positions, temperature))
     expected = np.array([[1.0, 1.0, 2.0, 2.0], [1.0 + math.log2(3.0)] * 2 + [3.0] * 2])
     sibling.assert_close(
@@ -303,7 +314,7 @@ def test_temperature_grows_with_the_length(sibling):
 
 def test_temperature_takes_positions(sibling, rng):
     """A layer with a temperature counts positions from zero, or takes others, also without RoPE."""
-    spec = AttentionSpec(8, 2, temperature=parity.Temperature(4))
+    spec = AttentionSpec(8, 2, temperature=Temperature(4))
     module = sibling.filled("MultiHeadAttention", spec)
     x = sibling.array(rng.standard_normal((2, 5, 8)).astype(np.float32))
 

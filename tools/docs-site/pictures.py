@@ -236,9 +236,7 @@ def held_heads(
     spec = parity.AttentionSpec(
         num_heads, num_heads, num_kv_heads=num_kv_heads, qkv_bias=False, out_bias=False
     )
-    weights = {
-        name: np.ones(shape, np.float32) for name, shape in parity.weight_shapes(spec).items()
-    }
+    weights = {name: np.ones(shape, np.float32) for name, shape in spec.weight_shapes.items()}
     for name in ("q_proj.weight", "k_proj.weight"):
         weights[name] *= np.arange(weights[name].shape[0], dtype=np.float32)[
             :, None

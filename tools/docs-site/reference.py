@@ -79,6 +79,7 @@ RESULTS = (
     "parity.explain.identification.layers.LiveLayer",
     "parity.explain.conformance.answers.Conformance",
     "parity.port.conversion.differences.WeightsComparison",
+    "parity.port.conversion.layouts.layout.Layout",
     "parity.port.models.specs.ModelLayer",
     "parity.port.tapping.record.Tapped",
 )

@@ -169,10 +169,13 @@ class Sums(NamedTuple):
     @classmethod
     def of(cls, scores: Array, value: Array, *, may_be_empty: bool) -> "Sums":
         """Return the sums over one block; `may_be_empty` if a row may be fully masked in it."""
-        # XLA has a kernel for these lines, if `largest` is not used elsewhere. It may be -inf even
-        # next to a NaN.
+        # XLA has a kernel for these lines, if `largest` is not used elsewhere. In a row with a NaN
+        # `largest` may still be -inf.
         largest = scores.max(axis=-1, keepdims=True)
-        exponentials = jnp.exp(scores - (_finite_shift(largest) if may_be_empty else largest))
+        shift = largest
+        if may_be_empty:
+            shift = _finite_shift(largest)
+        exponentials = jnp.exp(scores - shift)
         return cls(
             largest,
             exponentials.sum(axis=-1, keepdims=True),

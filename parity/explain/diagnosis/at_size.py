@@ -426,7 +426,7 @@ def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     if first_wrong and not _has_one_up_to(first_wrong, explained):
         # The samples agree, but the whole stage does not, or only stages after it were found to
         # differ.
-        comparison = whole.compared[first_wrong].comparison
+        comparison = whole.compared[first_wrong]
         leftover.insert(0, Finding(first_wrong, comparison.error, comparison.ratio))
     leftover = [_with_place(finding, whole) for finding in leftover]
     findings = sorted([*known, *leftover], key=_place)

@@ -121,12 +121,12 @@ def choices_for(dtype: str, observed: Mapping[str, np.ndarray]) -> Iterator[Choi
     """Yield the allowed choices, first the reference's own, unless recorded scores have a 16-bit
     dtype.
     """
-    dtypes = {x.dtype.name for name, x in observed.items() if stage_named(name).kind == "scores"}
     if dtype not in HALF:
         yield AS_THE_REFERENCE
         if dtype == "float32":
             yield LOG_SUM_EXP
         return
+    dtypes = {x.dtype.name for name, x in observed.items() if stage_named(name).kind == "scores"}
     # Recorded scores in 16 bits exclude choices that keep them in float32.
     if dtypes != {dtype}:
         yield AS_THE_REFERENCE

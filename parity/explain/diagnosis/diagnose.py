@@ -190,40 +190,57 @@ class _Observation:
 def _diagnosed(stages: Mapping[str, np.ndarray], right: Trial, work: Work) -> Diagnosis:
     """Read stages in every possible way; if they agree in none, search for bugs."""
     with work.counted():
-        views: list[StageView] = []
-        trial = right
-        for choice in choices_for(right.problem.dtype, stages):
-            trial = trial.with_choice(choice)
-            views += views_of(stages, trial)
-            for view in views:
-                if not (view.wrong or view.malformed):
-                    return view.diagnosis()
-        if not views:
-            raise InputError("observed", "have stages of the problem", str(sorted(stages)))
+        views = _views(stages, right)
         for view in views:
-            # The comparable stages agree, but one has an unexpected shape or dtype.
+            # If the comparable stages agree, one has an unexpected shape or dtype at most.
             if not view.wrong:
                 return view.diagnosis()
-        return _best_of_views(views, work.left)
+        to_search = _views_to_search(views)
+        seconds = work.left / len(to_search)
+        results: list[tuple[StageView, SearchResult]] = []
+        untried = ""
+        for view in to_search:
+            part = Work(seconds)
+            with part.counted():
+                result = search(view.trial, part)
+            if not result.is_complete:
+                result = _best_with_nan(view.trial, result, seconds / 2)
+            untried = untried or part.untried
+            if view is views[0] and result.is_complete and result.count == 1:
+                return _concluded(view, result, untried)
+            results.append((view, result))
+        best_view, best_result = min(results, key=_cost_of_result)
+        return _concluded(best_view, best_result, untried)
 
 
-def _best_of_views(views: Sequence[StageView], seconds: float) -> Diagnosis:
-    """Search each reading for bugs, and return the best diagnosis."""
+def _views(stages: Mapping[str, np.ndarray], right: Trial) -> list[StageView]:
+    """Return the ways to read stages, in each choice that may make them right; only the one in
+    which they are right, if there is one.
+
+    Raises:
+        ValueError: if no stage is one of the problem's.
+    """
+    views: list[StageView] = []
+    trial = right
+    for choice in choices_for(right.problem.dtype, stages):
+        if views and not views[0].may_be_right_with(choice):
+            continue
+        trial = trial.with_choice(choice)
+        for view in views_of(stages, trial):
+            if not (view.wrong or view.malformed):
+                return [view]
+            views.append(view)
+    if not views:
+        raise InputError("observed", "have stages of the problem", str(sorted(stages)))
+    return views
+
+
+def _views_to_search(views: Sequence[StageView]) -> list[StageView]:
+    """Return the plain reading, and those in which fewest stages are wrong, if they are fewer."""
     plain = views[0]
     fewer_wrong = [view for view in views if len(view.wrong) < len(plain.wrong)]
     fewer_wrong.sort(key=lambda view: len(view.wrong))
-    to_search = [plain, *fewer_wrong[: MOST_VIEWS - 1]]
-    results: list[tuple[StageView, SearchResult]] = []
-    untried = ""
-    for view in to_search:
-        work = Work(seconds / len(to_search))
-        result = _search_with_and_without_nan(view.trial, work)
-        results.append((view, result))
-        untried = untried or work.untried
-        if result.is_complete and result.count == 1 and view is plain:
-            break
-    best_view, best_result = min(results, key=_cost_of_result)
-    return _concluded(best_view, best_result, untried)
+    return [plain, *fewer_wrong[: MOST_VIEWS - 1]]
 
 
 def _cost_of_result(searched: tuple[StageView, SearchResult]) -> tuple[int, int]:
@@ -231,20 +248,16 @@ def _cost_of_result(searched: tuple[StageView, SearchResult]) -> tuple[int, int]
     return result.cost
 
 
-def _search_with_and_without_nan(trial: Trial, work: Work) -> SearchResult:
-    """Search for bugs. If a stage has NaN of its own, also search with NaN in rows without a
-    key.
+def _best_with_nan(trial: Trial, result: SearchResult, seconds: float) -> SearchResult:
+    """Return a result, or the better one of a search with NaN in rows without a key, if a stage has
+    NaN of its own.
     """
-    with work.counted():
-        result = search(trial, work)
-    if result.is_complete:
-        return result
     begin = tuple(bug for bug in trial.known if bug.name == "empty-row-nan")
     if not begin or not any(_has_nan_of_its_own(trial, stage) for stage in trial.stages):
         return result
-    again = Work(work.seconds / 2)
-    with again.counted():
-        with_nan = search(trial, again, begin)
+    work = Work(seconds)
+    with work.counted():
+        with_nan = search(trial, work, begin)
     return with_nan if with_nan.cost < result.cost else result
 
 
@@ -266,9 +279,9 @@ def _concluded(view: StageView, result: SearchResult, untried: str) -> Diagnosis
 
     If all that was found is lost precision, one loss in the whole layer may explain more.
     """
-    are_losses = all(edit.is_loss for finding in result.findings for edit in finding.edits)
-    is_short = result.is_complete and len(result.findings) == 1
-    if are_losses and not is_short:
+    if result.is_complete and len(result.findings) == 1:
+        return view.diagnosis(result, untried)
+    if all(edit.is_loss for finding in result.findings for edit in finding.edits):
         # One loss in the whole layer is simpler than several in its parts.
         whole = lost_in_dtype(view.trial, view.before, view.wrong)
         if whole is None and not result.is_complete:
@@ -374,7 +387,7 @@ def _ratio_of(compared: WholeStages, stage: str, ratio: float) -> float:
     """Return the error of a whole stage over its budget; the given ratio if it is not over it."""
     if stage not in compared or compared[stage].passed:
         return ratio
-    return compared[stage].comparison.ratio
+    return compared[stage].ratio
 
 
 def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[str, str]:

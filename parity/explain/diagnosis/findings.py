@@ -429,7 +429,7 @@ class Diagnosis(JsonRecord):
         """True if something is wrong: rounding within the budget is not, and a known convention is
         not.
         """
-        return self.kind not in ("none", "convention")
+        return bool(self.findings or self.malformed)
 
     @property
     def named(self) -> list[Finding]:

@@ -21,7 +21,7 @@ from parity.explain.diagnosis.bugs.record import Edit, Edits
 from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.trial import Trial
 from parity.measure.core.reference import Layer
-from parity.measure.core.stages import STAGES, Stage, stage_named
+from parity.measure.core.stages import Stage, stage_named
 from parity.measure.core.unused import unused_cells
 from parity.measure.core.weights import is_floating
 
@@ -160,10 +160,6 @@ class _Reader:
     def expected(self) -> np.ndarray:
         return self.right.values[self.name]
 
-    @property
-    def letters(self) -> tuple[str, ...]:
-        return STAGES[self.stage.kind]
-
     @cached_property
     def unused(self) -> np.ndarray | None:
         """The cells whose values do not matter: tokens of padding, unfilled slots."""
@@ -180,7 +176,9 @@ class _Reader:
         if isinstance(typed, str):
             return StageReadings(None, None, typed)
         if typed.shape == self.expected.shape and self._agrees(typed):
-            words = self._words_of_dtype(x)
+            words = ""
+            if self.stage.quantity == "mask" and x.dtype != np.bool_:
+                words = f"has dtype {x.dtype}"
             as_ours = Reading(words, typed, is_certain=True, masked=self.unused)
             return StageReadings(as_ours, as_ours)
         # As recorded it differs. It may agree in other axes, or in another convention.
@@ -204,12 +202,6 @@ class _Reader:
         return self.right.agrees(self.name, x, edits, self.unused)
 
     # ---- Dtypes ----------------------------------------------------------------------------------
-
-    def _words_of_dtype(self, x: np.ndarray) -> str:
-        """Return a description of a mask that is not boolean; empty for all else."""
-        if self.stage.quantity == "mask" and x.dtype != np.bool_:
-            return f"has dtype {x.dtype}"
-        return ""
 
     def _typed(self, x: np.ndarray) -> np.ndarray | str:
         """Return the array with the stage's dtype, or the reason why it cannot have it."""
@@ -254,7 +246,7 @@ class _Reader:
         words_so_far = set()
         for form in self._recorded_forms():
             for axes, ordered in in_axes(
-                x, form.shape, self.letters, may_broadcast=self.stage.is_exact
+                x, form.shape, self.stage.axes, may_broadcast=self.stage.is_exact
             ):
                 values = form.undo(ordered)
                 if values is None:
@@ -273,9 +265,9 @@ class _Reader:
     def _recorded_forms(self) -> Iterator[_RecordedForm]:
         """Yield the forms in which the stage may be recorded, the reference's own first."""
         shape, spec = self.expected.shape, self.right.problem.spec
-        yield _RecordedForm("", shape, _unchanged)
+        yield _RecordedForm("", shape, np.asarray)
         filled = self._filled()
-        if "K" in self.letters and spec.num_kv_heads < spec.num_heads:
+        if "K" in self.stage.axes and spec.num_kv_heads < spec.num_heads:
             words = "is recorded after the repeat for the query heads"
             repeated = self._resized("K", spec.num_heads, shape)
             yield _RecordedForm(words, repeated, self._shared)
@@ -294,9 +286,9 @@ class _Reader:
 
     def _resized(self, axis: str, size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return a shape with another size of one axis."""
-        if axis not in self.letters:
+        if axis not in self.stage.axes:
             return shape
-        place = self.letters.index(axis)
+        place = self.stage.axes.index(axis)
         return (*shape[:place], size, *shape[place + 1 :])
 
     def _shared(self, x: np.ndarray) -> np.ndarray | None:
@@ -318,7 +310,7 @@ class _Reader:
         """
         case, step, quantity = self.right.problem.case, self.stage.step, self.stage.quantity
         is_of_slots = quantity in ("mask", "scores", "attn_weights") or "cache" in quantity
-        if step is None or "S" not in self.letters or not is_of_slots:
+        if step is None or "S" not in self.stage.axes or not is_of_slots:
             return 0
         filled = int(max(np.add(case.lengths_before(step), case.added(step))))
         if filled >= case.capacity:
@@ -327,7 +319,7 @@ class _Reader:
 
     def _padded(self, x: np.ndarray) -> np.ndarray:
         """Return the array with unfilled slots, as in the reference."""
-        axis = self.letters.index("S")
+        axis = self.stage.axes.index("S")
         values = np.array(self.expected).astype(x.dtype)
         values[(slice(None),) * axis + (slice(x.shape[axis]),)] = x
         return values
@@ -455,10 +447,6 @@ class _Reader:
 
 def _joined(*words: str) -> str:
     return " and ".join([part for part in words if part])
-
-
-def _unchanged(x: np.ndarray) -> np.ndarray:
-    return x
 
 
 def _without_last_column(x: np.ndarray) -> np.ndarray:

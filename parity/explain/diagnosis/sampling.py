@@ -139,7 +139,7 @@ class Whole:
         """
         largest = np.zeros(size)
         for name in {*stages} & self.compared.keys():
-            by_token = self.compared[name].by_token[:size]
+            by_token = self.compared.by_token(name)[:size]
             differing = by_token[by_token > 0.0]
             typical = 0.0
             if differing.size:
@@ -154,10 +154,10 @@ class Whole:
         width = self.problem.spec.output_width
         first = turn * min(FEATURES, max(width - FEATURES, 0))
         features = first + np.arange(min(FEATURES, width))
-        for name, stage in self.compared.items():
-            is_wrong_output = stage_named(name).quantity == "output" and not stage.passed
-            if is_wrong_output and stage.worst_feature is not None:
-                return np.union1d(features, stage.worst_feature)
+        for name, comparison in self.compared.items():
+            is_wrong_output = stage_named(name).quantity == "output" and not comparison.passed
+            if is_wrong_output and "E" in comparison.worst_index:
+                return np.union1d(features, comparison.worst_index["E"])
         return features
 
     # ---- Samples ---------------------------------------------------------------------------------

@@ -129,6 +129,10 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
     edits_of_stages = begin
     for part in PARTS:
         edits = _shared_edits(trial, part, edits_of_stages)
+        if part == "":
+            edits_of_stages = edits
+        if not trial.wrong(_of_part(trial.stages, part), edits):
+            continue
         earlier_names = {bug.name for bug in bugs}
         part_search = _PartSearch(trial, work, part, edits, earlier_names)
         part_search.run()
@@ -184,6 +188,8 @@ def _shared_edits(trial: Trial, part: str, edits: Edits) -> Edits:
     stages = _of_part(trial.stages, part)
     best = edits
     fewest = len(trial.wrong(stages, edits))
+    if not fewest:
+        return edits
     for number in range(len(edits) - 1, -1, -1):
         for subset in itertools.combinations(edits, number):
             num_wrong = len(trial.wrong(stages, subset))
@@ -509,8 +515,8 @@ class _Question:
         injected = {(edit.name, edit.about) for edit in self.edits}
         return [
             bug
-            for bug in self.trial.known_at(self.index)
-            if (bug.name, bug.about) not in injected and (with_losses or not bug.is_loss)
+            for bug in self.trial.known_at(self.index, with_losses=with_losses)
+            if (bug.name, bug.about) not in injected
         ]
 
     def changes(self, edit: Edit) -> bool:
@@ -629,10 +635,12 @@ def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
     trial = question.trial
     if at_once == 1:
         explaining = _single_bugs(question, work)
+        if len(explaining) < 2:
+            return explaining
         # A bug that holds in every call is simpler than one that only some calls have.
         in_every_call = [added for added in explaining if added[0].calls is None]
         explaining = in_every_call or explaining
-        known = trial.known_at(question.index)
+        known = trial.known_at(question.index, with_losses=question.is_small)
         place = {bug.about: number for number, bug in enumerate(known)}
         explaining.sort(key=lambda added: place[added[0].about])
     elif np.isfinite(trial.observed[question.stage]).any():

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parity.explain.diagnosis.absorbed import DeferredHeads
-from parity.explain.diagnosis.bugs import bugs_for, edited_layer, low_products, permuted_heads
-from parity.explain.diagnosis.bugs.record import Edit, Edits, overriding
+from parity.explain.diagnosis.bugs import (
+    edited_layer,
+    low_products,
+    own_bugs,
+    permuted_heads,
+    precision_bugs,
+    structural_bugs,
+)
+from parity.explain.diagnosis.bugs.record import Edit, Edits
 from parity.explain.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.explain.diagnosis.fits import Description, describe
 from parity.explain.diagnosis.flow import Flow, flow_of
@@ -51,15 +58,15 @@ FAR_OFF_SHARE = 0.5
 WIDE_ENOUGH = ("float32", "float64")
 """Dtypes in which every loss of precision shows. Narrow values may round to themselves."""
 
-MOST_KEPT = 256
-"""Edited layers whose steps are kept."""
+MOST_KEPT = 512
+"""Layers that are kept with their computed steps."""
 
 MOST_BYTES = 2**29
 """Bytes of their steps."""
 
 
-class _EditedLayer(NamedTuple):
-    """A layer with edits, as a key of the caches.
+class _LayerKey(NamedTuple):
+    """The settings on which the steps of a layer depend.
 
     Attributes:
         edits: its edits.
@@ -74,6 +81,29 @@ class _EditedLayer(NamedTuple):
     requested: str
 
 
+@dataclass(eq=False)
+class _EditedLayer:
+    """A layer with edits, and those of its steps that were computed.
+
+    Attributes:
+        key: the settings on which its steps depend.
+        overridden: the methods that its edits override.
+        is_replaced: True if all of the layer is another, so that no step is that of the right one.
+        is_registered: True if code of a user or another package may run.
+        is_in_some_calls: True if some calls of a cache lack some of its edits.
+        steps: its steps as functions; None until the first of them runs.
+        computed: the stages of each computed step.
+    """
+
+    key: _LayerKey
+    overridden: set[str] = field(default_factory=set)
+    is_replaced: bool = False
+    is_registered: bool = False
+    is_in_some_calls: bool = False
+    steps: Sequence[Step] | None = None
+    computed: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
+
+
 def remembering(remembered: Remembered | None = None) -> Edit:
     """Return an edit that changes nothing, and computes each projection and table once for each
     arithmetic.
@@ -82,7 +112,7 @@ def remembering(remembered: Remembered | None = None) -> Edit:
     """
     if remembered is None:
         remembered = Remembered()
-    return overriding(linear=remembered.linear, tables=remembered.tables)
+    return Edit(overrides={"linear": remembered.linear, "tables": remembered.tables})
 
 
 @dataclass(frozen=True)
@@ -172,18 +202,18 @@ class Trial:
         other = copy(self)
         other.choice = choice
         other._forget()
-        other._computed = {
-            layer: steps for layer, steps in self._computed.items() if layer.dtype == "float64"
-        }
+        for key, layer in self._layers.items():
+            if key.dtype == "float64":
+                other._layers[key] = layer
         return other
 
     def _forget(self) -> None:
         """Start without cached results."""
         for name in ("stages", "_unseen_before", "_recounts"):
             vars(self).pop(name, None)
-        self._known_by_steps: dict[frozenset[str], list[Edit]] = {}
-        self._layers: dict[_EditedLayer, Sequence[Step]] = {}
-        self._computed: dict[_EditedLayer, dict[int, dict[str, np.ndarray]]] = {}
+        self._structural_by_steps: dict[frozenset[str], list[Edit]] = {}
+        self._losses_by_steps: dict[frozenset[str], list[Edit]] = {}
+        self._layers: dict[_LayerKey, _EditedLayer] = {}
         self._bytes = 0
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
         self._judgements: dict[tuple[Any, ...], Judgement] = {}
@@ -206,7 +236,7 @@ class Trial:
             return self._reference.by_step("float64", self.arithmetic)
         steps: list[dict[str, np.ndarray]] = []
         values: dict[str, np.ndarray] = {}
-        for step in self._steps(_EditedLayer((), "float64", "", ALL)):
+        for step in self._steps(_LayerKey((), "float64", "", ALL)):
             with np.errstate(all="ignore"):
                 steps.append(run(step, values))
             values |= steps[-1]
@@ -238,38 +268,55 @@ class Trial:
             return stages
         return [name for name in stages if name in judged]
 
-    def known_at(self, index: int) -> list[Edit]:
+    def known_at(self, index: int, *, with_losses: bool) -> list[Edit]:
         """Return the known bugs that could change a step, or an earlier one that it depends on and
         that was not observed; usual ones first.
+
+        Args:
+            index: of the step.
+            with_losses: include bugs that only lose precision, last. They are many.
         """
         steps = STEPS_OF_A_CALL if self.problem.case.is_cached else STEPS
         kinds = {steps[number % len(steps)] for number in (*self._unseen_before[index], index)}
-        return self._known(frozenset(kinds))
+        known = self._structural(frozenset(kinds))
+        if not with_losses:
+            return known
+        return [*known, *self._losses(frozenset(kinds))]
 
     @property
     def known(self) -> list[Edit]:
         """The known bugs that could affect the compared stages."""
-        return self._known(frozenset(STEPS_OF_A_CALL))
+        steps = frozenset(STEPS_OF_A_CALL)
+        return [*self._structural(steps), *self._losses(steps)]
 
-    def _known(self, steps: frozenset[str]) -> list[Edit]:
-        """Return the known bugs that could change one of some steps."""
-        if steps not in self._known_by_steps:
-            self._known_by_steps[steps] = self._known_bugs(steps)
-        return self._known_by_steps[steps]
+    def _structural(self, steps: frozenset[str]) -> list[Edit]:
+        """Return the known bugs that could change one of some steps, without lost precision."""
+        if steps not in self._structural_by_steps:
+            case = self.problem.case
+            known = [*structural_bugs(case, steps), *own_bugs(case)]
+            if "qkv" in steps:
+                known += permuted_heads(self.values, self.observed)
+            self._structural_by_steps[steps] = self._in_scope(known)
+        return self._structural_by_steps[steps]
 
-    def _known_bugs(self, steps: frozenset[str]) -> list[Edit]:
-        known = bugs_for(self.problem.case, steps)
-        if "qkv" in steps:
-            known += permuted_heads(self.values, self.observed)
-        # Tensix rounds the factors of products itself.
-        if not self.arithmetic.startswith("tensix"):
-            known += low_products(self.problem.case)
+    def _losses(self, steps: frozenset[str]) -> list[Edit]:
+        """Return the bugs that lose precision in one of some steps, and show in the dtype."""
+        if steps not in self._losses_by_steps:
+            losses = precision_bugs(self.problem.case, steps)
+            # Tensix rounds the factors of products itself.
+            if not self.arithmetic.startswith("tensix"):
+                losses += low_products(self.problem.case)
+            if self.problem.dtype not in WIDE_ENOUGH:
+                losses = [bug for bug in losses if bug.shows_in_narrow]
+            self._losses_by_steps[steps] = self._in_scope(losses)
+        return self._losses_by_steps[steps]
+
+    def _in_scope(self, known: list[Edit]) -> list[Edit]:
+        """Return those of some bugs that the search tries."""
         only = self.scope.only
-        if only is not None:
-            known = [bug for bug in known if bug.name in only or bug.about in only]
-        if self.problem.dtype in WIDE_ENOUGH:
+        if only is None:
             return known
-        return [bug for bug in known if not bug.is_loss or bug.shows_in_narrow]
+        return [bug for bug in known if bug.name in only or bug.about in only]
 
     # ---- Stages with edits -----------------------------------------------------------------------
 
@@ -288,22 +335,38 @@ class Trial:
         stage: str = "",
     ) -> dict[str, np.ndarray]:
         """Return a step with edits, or at least one stage of it if only that is requested."""
-        if dtype == "float64" and not (edits or arithmetic or self.observed):
-            return self.by_step[index]
-        whole = _EditedLayer(edits, dtype, arithmetic, ALL)
-        if index in self._computed.get(whole, ()):
-            return self._computed[whole][index]
+        if not (edits or self.observed):
+            known = self._of_reference(dtype, arithmetic)
+            if known:
+                return known[index]
+        whole = self._layer(_LayerKey(edits, dtype, arithmetic, ALL))
+        if index in whole.computed:
+            return whole.computed[index]
         quantity = stage_named(stage).quantity if stage and self.observed else ""
         if quantity not in ("q", "k", "v"):
             return self._until(index, whole)[1]
         # One of three projections costs a third.
-        part = _EditedLayer(edits, dtype, arithmetic, quantity)
-        if index in self._computed.get(part, ()):
-            return self._computed[part][index]
+        part = self._layer(whole.key._replace(requested=quantity))
+        if index in part.computed:
+            return part.computed[index]
         try:
             return self._until(index, part)[1]
         except KeyError:  # a bug confuses two of them
             return self._until(index, whole)[1]
+
+    def _layer(self, key: _LayerKey) -> _EditedLayer:
+        """Return a layer with edits, and what was computed of it."""
+        if key in self._layers:
+            return self._layers[key]
+        layer = _EditedLayer(key)
+        layer.is_replaced = key.dtype != "float64" or key.arithmetic != "" or not self._flow
+        for edit in key.edits:
+            layer.overridden.update(edit.overrides)
+            layer.is_replaced |= edit.spec is not None
+            layer.is_registered |= edit.is_registered
+            layer.is_in_some_calls |= edit.calls is not None
+        self._layers[key] = layer
+        return layer
 
     def _until(
         self, index: int, layer: _EditedLayer
@@ -323,8 +386,7 @@ class Trial:
                     if name not in self.observed:
                         values[name] = x
                 of_call = self._in_call_of(number, layer)
-                overridden = self._overridden(of_call)
-                if overridden is not None and self._is_right(number, overridden, changed):
+                if self._is_right(number, of_call, changed):
                     step = self.by_step[number]
                 else:
                     step = self._run(number, of_call, values)
@@ -336,127 +398,111 @@ class Trial:
 
     def _in_call_of(self, index: int, layer: _EditedLayer) -> _EditedLayer:
         """Return a layer with those of its edits that the call of a step has."""
-        if all(edit.calls is None for edit in layer.edits):
+        if not layer.is_in_some_calls:
             return layer
         call = stage_named(self.steps[index][0]).step
-        of_call = tuple(edit for edit in layer.edits if edit.calls is None or call in edit.calls)
-        return layer._replace(edits=of_call)
+        edits = layer.key.edits
+        of_call = tuple(edit for edit in edits if edit.calls is None or call in edit.calls)
+        return self._layer(layer.key._replace(edits=of_call))
 
-    def _is_right(self, index: int, overridden: set[str], changed: set[str]) -> bool:
+    def _is_right(self, index: int, layer: _EditedLayer, changed: set[str]) -> bool:
         """Return True if a step calls no overridden method, and reads no changed stage."""
+        if layer.is_replaced:
+            return False
         flow = self._flow[index]
-        return flow.methods.isdisjoint(overridden) and flow.reads.isdisjoint(changed)
-
-    def _overridden(self, layer: _EditedLayer) -> set[str] | None:
-        """Return the methods that edits of a layer override; None if the whole layer is
-        replaced.
-        """
-        has_other_spec = any(edit.spec is not None for edit in layer.edits)
-        is_exact = layer.dtype == "float64" and not layer.arithmetic
-        if not is_exact or has_other_spec or not self._flow:
-            return None
-        return {method for edit in layer.edits for method in edit.overrides}
+        return flow.methods.isdisjoint(layer.overridden) and flow.reads.isdisjoint(changed)
 
     def _run(
         self, index: int, layer: _EditedLayer, values: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return a step of a layer, after the steps before it."""
-        cached = self._computed.get(layer, {}).get(index)
-        if cached is not None:
+        """Return a step of a layer, after the steps before it.
+
+        Raises:
+            ValueError: if edits do not fit together, or a registered bug fails.
+        """
+        if index in layer.computed:
+            step = layer.computed[index]
             # `_until` leaves empty arrays where edits did not fit together.
-            if next(iter(cached.values())).shape == (0,):
+            if next(iter(step.values())).shape == (0,):
                 raise ValueError("edits do not fit together")
-            return cached
-        by_reference = self._of_reference(layer)
-        if by_reference:
-            return by_reference[index]
-        if any(edit.is_registered for edit in layer.edits):
-            step = self._run_registered(index, layer, values)
-        else:
-            step = self._run_step(index, layer, values)
-        self._keep(index, layer, step)
-        return step
-
-    def _run_step(
-        self, index: int, layer: _EditedLayer, values: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Return the stages of a step of a layer.
-
-        Raises:
-            ValueError: if edits do not fit together.
-        """
-        if layer not in self._layers:
-            self._layers[layer] = self._steps(layer)
-        with np.errstate(all="ignore"):
-            return run(self._layers[layer][index], values)
-
-    def _run_registered(
-        self, index: int, layer: _EditedLayer, values: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Return the stages of a step of a layer that has a registered bug.
-
-        Raises:
-            ValueError: if edits do not fit together, or code of the bug fails or returns something
-                else than the stages.
-        """
+            return step
         try:
-            step = self._run_step(index, layer, values)
+            if layer.steps is None:
+                layer.steps = self._steps(layer.key)
+            with np.errstate(all="ignore"):
+                step = run(layer.steps[index], values)
         except (KeyboardInterrupt, TimeoutError, ValueError):
             raise
         except BaseException as error:  # code of another package may raise anything
+            if not layer.is_registered:
+                raise
             raise ValueError("a registered bug fails") from error
+        if layer.is_registered:
+            step = self._with_every_stage(index, layer.key.requested, step)
+        self._keep(index, layer, step)
+        return step
+
+    def _with_every_stage(
+        self, index: int, requested: str, step: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return a step of a layer that has a registered bug, with empty arrays for stages that it
+        lacks, such as the gate.
+
+        Raises:
+            ValueError: if the bug returned something else than stages.
+        """
         names = self.steps[index]
         if not _are_stages(step, names):
             raise ValueError("a registered bug returns something else than stages")
-        if layer.requested != ALL:
-            names = [name for name in names if stage_named(name).quantity == layer.requested]
-        # A layer with the bug may lack a stage, such as the gate.
+        if requested != ALL:
+            names = [name for name in names if stage_named(name).quantity == requested]
         missing = {name: np.empty(0) for name in names if name not in step}
         return step | missing
 
-    def _of_reference(self, layer: _EditedLayer) -> Sequence[dict[str, np.ndarray]]:
-        """Return the stages that the reference already computed for a right layer of lower
-        precision, step by step.
+    def _of_reference(self, dtype: str, arithmetic: str) -> Sequence[dict[str, np.ndarray]]:
+        """Return the stages of the right layer that are already computed, step by step; none if
+        those of the dtype and the arithmetic are not.
         """
-        if self._reference is None or layer.edits or layer.arithmetic or self.observed:
+        if arithmetic:
             return ()
-        if self.choice.overrides or self.choice.arithmetic:
+        if dtype == "float64":
+            return self.by_step
+        if self._reference is None or self.choice.overrides or self.choice.arithmetic:
             return ()
-        if layer.dtype not in ("float64", SAME_PRECISION[self.problem.dtype]):
+        if dtype != SAME_PRECISION[self.problem.dtype]:
             return ()
-        return self._reference.by_step(layer.dtype, self.arithmetic)
+        return self._reference.by_step(dtype, self.arithmetic)
 
-    def _steps(self, layer: _EditedLayer) -> Sequence[Step]:
+    def _steps(self, key: _LayerKey) -> Sequence[Step]:
         """Return the steps of the reference with edits, as functions."""
-        edits = layer.edits
-        arithmetic = layer.arithmetic
+        edits = key.edits
+        arithmetic = key.arithmetic
         # A choice of precision concerns the noise, not the expected values.
-        if layer.dtype != "float64":
+        if key.dtype != "float64":
             edits = (*edits, Edit(overrides=self.choice.overrides))
             arithmetic = arithmetic or self.choice.arithmetic
         return edited_layer(
             self.problem,
-            layer.dtype,
+            key.dtype,
             (*edits, self._base),
             arithmetic or self.arithmetic,
-            layer.requested,
+            key.requested,
         ).steps()
 
     def _keep(self, index: int, layer: _EditedLayer, step: dict[str, np.ndarray]) -> None:
-        """Cache a step, and drop the oldest steps of edited layers if there are too many."""
-        self._bytes += sum(x.nbytes for x in step.values())
-        if len(self._computed) > MOST_KEPT or self._bytes > MOST_BYTES:
-            self._computed = {
-                other: steps
-                for other, steps in self._computed.items()
-                if not other.edits or other == layer
-            }
-            self._layers = {other: steps for other, steps in self._layers.items() if other == layer}
-            self._bytes = 0
-            for steps in self._computed.values():
-                for values in steps.values():
-                    self._bytes += sum(x.nbytes for x in values.values())
-        self._computed.setdefault(layer, {})[index] = step
+        """Keep a step, and forget all edited layers but its own if there are too many."""
+        layer.computed[index] = step
+        self._layers[layer.key] = layer
+        self._bytes += _num_bytes(step)
+        if len(self._layers) <= MOST_KEPT and self._bytes <= MOST_BYTES:
+            return
+        self._layers = {
+            key: other for key, other in self._layers.items() if not key.edits or other is layer
+        }
+        self._bytes = 0
+        for other in self._layers.values():
+            for values in other.computed.values():
+                self._bytes += _num_bytes(values)
 
     def cost(self, index: int, edit: Edit) -> int:
         """Return the number of steps from the first that an edit changes to another one: these are
@@ -484,11 +530,11 @@ class Trial:
         unseen: dict[bool, list[int]] = {False: [], True: []}
         before: list[list[int]] = []
         for index, names in enumerate(self.steps):
-            stages = [stage_named(name) for name in names]
-            is_module = any(stage.path for stage in stages)
+            # A step has either stages of the stage functions, or of paths of the module.
+            is_module = any(stage_named(name).path for name in names)
             before.append([*unseen[is_module]])
-            for name, stage in zip(names, stages, strict=True):
-                if name not in self.observed and not stage.is_end:
+            for name in names:
+                if name not in self.observed and not stage_named(name).is_end:
                     unseen[is_module].append(index)
                     break
         return before
@@ -645,7 +691,11 @@ class Trial:
 
     def wrong(self, stages: Iterable[str], edits: Edits) -> list[str]:
         """Return the stages that edits do not explain."""
-        return [stage for stage in stages if self.judgement(stage, edits).ratio > 1.0]
+        wrong: list[str] = []
+        for stage in stages:
+            if self.judgement(stage, edits).ratio > 1.0:
+                wrong.append(stage)
+        return wrong
 
     def is_right_as_a_whole(self, stage: str, edits: Edits) -> bool:
         """Return True if a stage is that of the layer with edits, whatever was observed before."""
@@ -696,7 +746,7 @@ class Trial:
         if actual.shape != expected.shape:
             return None
         index = self.step_of[stage]
-        before = self._until(index, _EditedLayer(edits, "float64", "", ALL))[0]
+        before = self._until(index, self._layer(_LayerKey(edits, "float64", "", ALL)))[0]
         others = {
             name: x for name, x in before.items() if self.step_of[name] <= index and name != stage
         }
@@ -705,7 +755,7 @@ class Trial:
             hidden = before.get(str(Stage("mask", step=stage_named(stage).step)))
 
         again = copy(self)  # so that results of known bugs stay cached
-        again._layers, again._computed, again._bytes = {}, {}, 0
+        again._layers, again._bytes = {}, 0
 
         def recompute(edit: Edit) -> np.ndarray:
             with limited():
@@ -757,12 +807,12 @@ class WholeTrial(Trial):
                 return False
         return super().agrees(stage, actual, edits, unused, form)
 
-    def _of_reference(self, layer: _EditedLayer) -> Sequence[dict[str, np.ndarray]]:
-        if self._reference is None or layer.edits or self.choice.overrides:
+    def _of_reference(self, dtype: str, arithmetic: str) -> Sequence[dict[str, np.ndarray]]:
+        if dtype == "float64":
+            return () if arithmetic else self.by_step
+        if self._reference is None or self.choice.overrides:
             return ()
-        if layer.dtype == "float64":
-            return ()
-        arithmetic = layer.arithmetic or self.choice.arithmetic or self.arithmetic
+        arithmetic = arithmetic or self.choice.arithmetic or self.arithmetic
         return _by_step(self._reference.same_precision(local=False, arithmetic=arithmetic))
 
 
@@ -777,6 +827,11 @@ def _are_stages(step: Any, names: Iterable[str]) -> bool:
         if not is_array and not isinstance(x, DeferredHeads):
             return False
     return True
+
+
+def _num_bytes(step: Mapping[str, np.ndarray]) -> int:
+    """Return the size of the stages of a step."""
+    return sum(x.nbytes for x in step.values())
 
 
 def _size_of(x: np.ndarray) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -20,7 +21,9 @@ from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.core.weights import is_floating
 
 FAR_FROM_CHOICE = 16.0
-"""The ratio of a stage above which no other choice of precision is tried for a large layer."""
+"""The ratio of a stage above which another choice of precision does not make it right, unless it is
+one of the scores or attention weights.
+"""
 
 AllReadings = Mapping[str, StageReadings]
 """All readings of each stage."""
@@ -48,10 +51,23 @@ class StageView:
     conventions: dict[str, str]
     malformed: dict[str, str]
 
-    @property
+    @cached_property
     def wrong(self) -> list[str]:
         """The stages that differ by themselves."""
         return [stage for stage, judgement in self.before.items() if judgement.ratio > 1.0]
+
+    def may_be_right_with(self, choice: Choice) -> bool:
+        """Return True if a stage that differs may be right with another choice.
+
+        A choice for the softmax alone changes attention weights. The stages after them become only
+        a little less exact.
+        """
+        if choice.arithmetic:
+            return True
+        for stage in self.wrong:
+            if stage_named(stage).is_attn_weights or self.before[stage].ratio <= FAR_FROM_CHOICE:
+                return True
+        return False
 
     @property
     def agrees_in_the_end(self) -> bool:
@@ -62,12 +78,12 @@ class StageView:
         """
         trial = self.trial
         ends: list[str] = []
-        for names in trial.steps:
-            ends += [name for name in names if stage_named(name).kind == "output"]
-        if not all(name in trial.observed for name in ends):
-            return False
-        for name in trial.stages:
-            if "cache" in name or name.endswith(".output"):
+        for name in trial.values:
+            if stage_named(name).kind == "output":
+                if name not in trial.observed:
+                    return False
+                ends.append(name)
+            elif name in trial.stages and ("cache" in name or name.endswith(".output")):
                 ends.append(name)
         return all(trial.right.agrees(name, trial.observed[name]) for name in ends)
 

@@ -8,7 +8,6 @@ those of the whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,33 +22,9 @@ ROOM = 1e-300
 """A budget that is not 0, for rows of zeros."""
 
 
-@dataclass(frozen=True)
-class WholeStage:
-    """A stage of a large layer, compared as a whole.
-
-    Attributes:
-        comparison: the comparison with the reference.
-        by_token: error / budget of each token alone, (T,) or (S,); empty for a stage without
-            tokens.
-    """
-
-    comparison: Comparison
-    by_token: np.ndarray = field(repr=False)
-
-    @property
-    def passed(self) -> bool:
-        """True if the whole stage is within its budget."""
-        return self.comparison.passed
-
-    @property
-    def worst_feature(self) -> int | None:
-        """The feature of the output with the largest error; None for other stages."""
-        return self.comparison.worst_index.get("E")
-
-
-class WholeStages(Mapping[str, WholeStage]):
-    """The recorded stages of a problem that have the reference's shape, in the order of the data
-    flow.
+class WholeStages(Mapping[str, Comparison]):
+    """The comparisons of the recorded stages of a problem that have the reference's shape, in the
+    order of the data flow.
 
     Args:
         observed: stages in the reference's order of axes.
@@ -77,8 +52,9 @@ class WholeStages(Mapping[str, WholeStage]):
             is_recorded = full_name.startswith(prefix) and name in observed
             if is_recorded and observed[name].shape == x.shape:
                 self._observed[name] = observed[name]
-        self._compared: dict[str, WholeStage] = {}
-        self._comparisons = comparisons or {}
+        self._known = comparisons or {}
+        self._compared: dict[str, Comparison] = {}
+        self._by_token: dict[str, np.ndarray] = {}
         self._passed = passed
 
     def __iter__(self) -> Iterator[str]:
@@ -87,19 +63,25 @@ class WholeStages(Mapping[str, WholeStage]):
     def __len__(self) -> int:
         return len(self._observed)
 
-    def __getitem__(self, name: str) -> WholeStage:
+    def __getitem__(self, name: str) -> Comparison:
         if name not in self._compared:
-            comparison = self._comparison(name)
-            by_token = np.zeros(0)
-            if not comparison.passed:
-                by_token = self._by_token(name)
-            self._compared[name] = WholeStage(comparison, by_token)
+            self._compared[name] = self._comparison(name)
         return self._compared[name]
+
+    def by_token(self, name: str) -> np.ndarray:
+        """Return the error / budget of each token alone, (T,) or (S,); empty for a stage that
+        passed, or without tokens.
+        """
+        if self[name].passed:
+            return np.zeros(0)
+        if name not in self._by_token:
+            self._by_token[name] = self._measured_by_token(name)
+        return self._by_token[name]
 
     def _comparison(self, name: str) -> Comparison:
         """Return the comparison of a stage with the reference, unless it is known."""
         full_name, dtype = self._prefix + name, self._reference.problem.dtype
-        known = self._comparisons.get(full_name)
+        known = self._known.get(full_name)
         # A recorded stage with other axes was not measured; here it has those of the reference.
         if known is not None and (known.passed or known.worst_values is not None):
             return known
@@ -140,7 +122,7 @@ class WholeStages(Mapping[str, WholeStage]):
             unused=unused_cells(reference.problem.case, full_name, expected.shape),
         )
 
-    def _by_token(self, name: str) -> np.ndarray:
+    def _measured_by_token(self, name: str) -> np.ndarray:
         """Return the error of each token, compared with its own noise."""
         stage, full_name = stage_named(name), self._prefix + name
         if "T" in stage.axes:

@@ -167,6 +167,7 @@ def _attend_by_tutorial(_: Any, layer: Any, query: Any, key: Any, mask: Any) -> 
 
 
 def _decode_by_tutorial(_: Any, layer: Any, chunks: Sequence[Any]) -> list[Any]:
+    """Return the output of each chunk by a layer of `plain.py`, whose cache begins as None."""
     outputs = []
     cache_k, cache_v = None, None
     for x in chunks:

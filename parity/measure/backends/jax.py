@@ -127,6 +127,7 @@ def from_params(params: Mapping[str, Any], spec: AttentionSpec) -> Weights:
     for name, array in flatten(params).items():
         weight = to_numpy(array)
         if name.endswith(".kernel"):
+            # Kernels are (input width, output width), canonical weights the transpose.
             name, weight = name.removesuffix("kernel") + "weight", weight.T
         weights[name] = np.array(weight, order="C")
     if spec.fused_qkv:
@@ -182,6 +183,7 @@ def _longest_axis(arguments: tuple[Any, ...]) -> int:
     return max(sizes)
 
 
+# Few, because each holds compiled programs; 16 is a choice.
 @lru_cache(maxsize=16)
 def _compiled(
     function: Callable[..., Any], quickly: bool, _: tuple[Any, ...]
@@ -339,6 +341,7 @@ _GRADIENTS = {path: partial(_gradients, path) for path in GRADIENT_PATHS}
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
     """Fix and report the settings that affect JAX's results, and restore them afterwards."""
+    # By default, accelerators multiply float32 in fewer bits.
     with jax.default_matmul_precision("highest"), _enable_x64(dtype == "float64"):
         yield {
             "matmul_precision": "highest",
@@ -350,7 +353,8 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
 def _enable_x64(enabled: bool) -> AbstractContextManager[Any]:
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(enabled)
-    from jax.experimental import enable_x64  # pyright: ignore[reportAttributeAccessIssue]  (before JAX 0.8)
+    # Before JAX 0.8:
+    from jax.experimental import enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 
     return enable_x64(enabled)
 

@@ -164,6 +164,7 @@ def pull_back(
     """Return gradients of the inputs and canonical weights on a path."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     weights = {name: weight.clone().requires_grad_() for name, weight in filled.weights.items()}
+    # A layer without projections of its own for keys and values receives them as k and v.
     output, _ = mha_torch.multi_head_attention(
         leaves["query"],
         weights,
@@ -173,7 +174,7 @@ def pull_back(
         mask=hidden["mask"],
         key_padding_lengths=hidden.get("key_padding_lengths"),
         bias=leaves.get("bias"),
-        need_weights=not path,
+        need_weights=not path,  # the path without a name returns them; fused ones have none
         positions=hidden["positions"],
     )
     grads = torch.autograd.grad(output, [*leaves.values(), *weights.values()], hidden["cotangent"])

@@ -286,6 +286,8 @@ class Case:
             tokens = np.array(self.lengths_before(step))[:, None] + np.where(is_real, tokens, 0)
         if self.spec.rope is None or self.spec.rope.sections is None:
             return self.first_position + tokens
+        # Tokens are on a grid, in rows of three and, with three sections, frames of two rows: two
+        # and three differ, so that swapped rows and columns show.
         if len(self.spec.rope.sections) == 2:
             return self.first_position + np.stack([tokens // 3, tokens % 3])
         frame, row, column = tokens // 6, tokens % 6 // 3, tokens % 3

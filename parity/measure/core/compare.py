@@ -407,7 +407,7 @@ def _mean(x: np.ndarray) -> float:
 def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Return absolute errors in float64.
 
-    They are 0 if both are NaN, infinity if only one is NaN or infinite.
+    They are 0 if both are NaN, infinity if only one is NaN, or if one is infinite.
     """
     actual = actual.astype(np.float64, copy=False)
     expected = expected.astype(np.float64, copy=False)
@@ -453,6 +453,8 @@ def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
     return ", ".join(reasons)
 
 
+# Names of stages may come from files, so that their number is not bounded. Most runs have fewer
+# than 4096.
 @lru_cache(maxsize=4096)
 def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
     """Return the letters of a stage's axes.

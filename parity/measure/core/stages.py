@@ -139,6 +139,7 @@ class Stage:
         return ("out",)
 
 
+# As `axis_names` of `compare`: names may come from files, and most runs have fewer.
 @lru_cache(maxsize=4096)
 def stage_named(name: str) -> Stage:
     """Return the stage of a name."""

@@ -93,6 +93,15 @@ class Reference:
     problem: Problem
     with_gradients: bool = False
     stages: frozenset[str] | None = None
+    _computed_stages: dict[tuple[str, bool, str], dict[str, np.ndarray]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _steps: dict[tuple[str, str], list[dict[str, np.ndarray]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _recounts: dict[str, list[dict[str, np.ndarray]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     # ---- Stages ----------------------------------------------------------------------------------
 
@@ -125,15 +134,17 @@ class Reference:
         """
         if not self._has_scores:
             return []
-        if dtype == "float64":
+        key = (dtype, arithmetic)
+        if key not in self._steps:
             values = self.accumulated
-        else:
-            values = self.same_precision(local=False, arithmetic=arithmetic)
-        names = [name for name in values if not stage_named(name).is_gradient]
-        steps = []
-        for _, names_of_step in groupby(names, step_of):
-            steps.append({name: values[name] for name in names_of_step})
-        return steps
+            if dtype != "float64":
+                values = self._stages(dtype, arithmetic=arithmetic)
+            names = [name for name in values if not stage_named(name).is_gradient]
+            steps = []
+            for _, names_of_step in groupby(names, step_of):
+                steps.append({name: values[name] for name in names_of_step})
+            self._steps[key] = steps
+        return self._steps[key]
 
     def layer(self, arithmetic: reference.Arithmetic) -> reference.Layer:
         """Return the layer of the problem in an arithmetic."""
@@ -150,10 +161,6 @@ class Reference:
             with np.errstate(over="ignore", invalid="ignore"):
                 self._computed_stages[key] = compute(dtype, arithmetic)
         return self._computed_stages[key]
-
-    @cached_property
-    def _computed_stages(self) -> dict[tuple[str, bool, str], dict[str, np.ndarray]]:
-        return {}
 
     def _compute(self, dtype: str, arithmetic: str) -> dict[str, np.ndarray]:
         """Return all required stages, each from its own earlier stages."""
@@ -258,6 +265,16 @@ class Reference:
         """Compare a stage that is just over its budget again, with more samples of the noise.
 
         Each sample is the error for perturbed inputs and weights.
+
+        Args:
+            comparison: the comparison of the stage so far.
+            actual: the array of the stage.
+            label: label of the stage.
+            arithmetic: arithmetic of the samples, as in `recounted`.
+            local: whether the stage was computed from the implementation's own previous stage.
+
+        Returns:
+            The comparison in which the error uses the smallest share of its budget.
         """
         if not is_close(comparison.ratio):
             return comparison
@@ -276,6 +293,7 @@ class Reference:
         is almost saturated, a few elements determine its size.
         """
         if arithmetic not in self._recounts:
+            # A seed of 32 bits that depends on the problem alone, so that each run has this noise.
             rng = np.random.default_rng(int(self.problem.digest[:8], 16))
             # Only float32 and float64 stages: see "Saturated softmax" in error-budget.md of docs.
             num_recounts = 0
@@ -287,10 +305,6 @@ class Reference:
                 recounts.append(perturbed.same_precision(local=False, arithmetic=arithmetic))
             self._recounts[arithmetic] = recounts
         return self._recounts[arithmetic]
-
-    @cached_property
-    def _recounts(self) -> dict[str, list[dict[str, np.ndarray]]]:
-        return {}
 
     @cached_property
     def magnitudes(self) -> dict[str, np.ndarray]:

@@ -56,6 +56,7 @@ def is_finite(array: np.ndarray) -> bool:
         if infinity is None:
             is_chunk_finite = np.isfinite(chunk).all()
         else:
+            # Without the sign, bits of infinity and NaN are larger than those of all numbers.
             is_chunk_finite = (chunk.view(np.uint16) & 0x7FFF).max() < infinity
         if not is_chunk_finite:
             return False

@@ -92,6 +92,7 @@ def _tensor(packer: Any, array: np.ndarray) -> Iterator[bytes | memoryview]:
 
 
 def _array(packer: Any, array: np.ndarray) -> Iterator[bytes | memoryview]:
+    # Codes of msgpack's specification: 0xC6 is bytes, and 0xC9 an extension, with 32-bit lengths.
     head = packer.pack_array_header(3) + packer.pack(array.shape) + packer.pack(array.dtype.name)
     head += struct.pack(">BI", 0xC6, array.nbytes)
     yield struct.pack(">BIB", 0xC9, len(head) + array.nbytes, _ARRAY) + head
@@ -151,6 +152,7 @@ class _Walker:
     def next(self, method: str) -> Any:
         """Read the next item with a method of the library, and advance."""
         begin = self.cursor.tell()
+        # It reads ahead by this number of bytes: more than most names, and little to read twice.
         unpacker = self.unpacker(self.cursor.file, read_size=256)
         value = getattr(unpacker, method)()
         self.cursor.file.seek(begin + unpacker.tell())
@@ -162,6 +164,7 @@ class _Walker:
             raise InputError(
                 "dicts", f"have at most {MAX_DEPTH} levels and {MAX_ENTRIES} entries", "more"
             )
+        # Ranges of msgpack's specification: extensions, small ones, dicts, arrays.
         (first,) = self.cursor.take(1)
         if first in _EXTENSIONS:
             return self.array(self.cursor.unpack(_EXTENSIONS[first]), depth + 1)

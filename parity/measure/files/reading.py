@@ -86,7 +86,7 @@ def open_file(path: Path, kind: str | None = None) -> TensorFile:
         file = stack.enter_context(path.open("rb"))
         if kind is None:
             with in_one_line(path, "tensor"):
-                kind = _kind(path, file.read(16))
+                kind = _kind(path, file.read(16))  # more than any format needs
                 file.seek(0)
         with in_one_line(path, kind):
             opened = OPENERS[kind](path, file)
@@ -105,6 +105,7 @@ def _kind(path: Path, begin: bytes) -> str:
         with zipfile.ZipFile(path) as archive:
             has_pickle = any(name.endswith("/data.pkl") for name in archive.namelist())
         return "torch" if has_pickle else "npz"
+    # The length of the header in 8 bytes, then its JSON.
     if begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= path.stat().st_size:
         return "safetensors"
     if suffix in OPENERS:

@@ -107,6 +107,7 @@ def open_safetensors(path: Path, file: BinaryIO) -> TensorFile:
         raise InputError(
             path, "be a whole safetensors file", f"{path.stat().st_size} bytes: {error}"
         ) from None
+    # The length of the header, which offsets are relative to the end of.
     (length,) = struct.unpack("<Q", file.read(8))
     entries = parse_json(file.read(length))
     metadata = entries.pop("__metadata__", None) or {}

@@ -104,5 +104,6 @@ def check_small_files(folder: str | os.PathLike[str]) -> None:
         ValueError: if one is not a file.
     """
     for path in sorted(Path(folder).glob("*.json")):
+        # For the library, a link to nothing is a missing file.
         if path.exists():
             check_is_file(path, path.stat().st_mode)

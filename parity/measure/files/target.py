@@ -44,7 +44,8 @@ FOLDER_LOCK = f"{SCRATCH}.lock"
 """Lock file in a folder, there only while a writer lists or moves its files."""
 
 _ORBAX = re.compile(
-    r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|d|array_metadatas(/process_\d+)?|"
+    r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|d|"
+    r"array_metadatas(/process_\d+)?|"
     r"ocdbt\.process_\d+|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d|d/[0-9a-f]{32})"
 )
 """Paths of files in an orbax checkpoint."""
@@ -271,6 +272,7 @@ def scratch_beside(target: Path) -> Iterator[Path]:
     If a process was killed before it could clean up, the next write of the same target does. A
     lock, which ends with its process, shows whether the folder is still in use.
     """
+    # The name is cut, because file systems allow 255 bytes, of which a character may need 4.
     begin = f".{target.name[:40]}."
     scratch = target.parent / f"{begin}{secrets.token_hex(4)}{SCRATCH}"
     in_use = _new_lock(scratch / IN_USE)
@@ -486,6 +488,7 @@ def flushing(folder: Path) -> Iterator[None]:
     is_full = threading.Event()
 
     def repeat() -> None:
+        # The pause is a choice: short enough that little is left to write at the end.
         while not is_full.wait(timeout=0.05):
             with suppress(FileNotFoundError):  # libraries rename and remove files
                 flush(folder)
@@ -580,6 +583,7 @@ def _check_free(paths: Iterable[Path], *, overwrite: bool) -> None:
             continue
         if not overwrite:
             raise FileExistsError(f"{path} exists; pass --force to replace it")
+        # A link to nothing is not rejected: the write creates the file that it names.
         if path.exists() and not path.is_file():
             raise InputError(path, "be a file or not exist yet, but it is something else")
 

@@ -523,7 +523,7 @@ def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
         if len(name) > MAX_NAME:
             raise InputError("names", f"have at most {MAX_NAME} characters", str(len(name)))
     for text in itertools.chain(metadata, metadata.values()):
-        text.encode()
+        text.encode()  # raises for a lone surrogate; names have none, since it is not printable
 
 
 def check_unique(names: Iterable[str]) -> None:
@@ -545,7 +545,7 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise InputError("JSON", "not be nested as deeply") from None
     except ValueError as error:
-        if type(error) is not ValueError:
+        if type(error) is not ValueError:  # of the text, or of duplicate names
             raise
         # Only integers raise it: their conversion takes quadratic time, so Python limits their
         # digits.

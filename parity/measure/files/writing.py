@@ -224,6 +224,7 @@ def _shards(
     shards: list[dict[str, TensorInfo]] = [{}]
     size = 0
     for name, info in infos.items():
+        # A tensor that is larger than a whole file gets its own, which is empty until then.
         if shards[-1] and size + info.nbytes > max_bytes:
             shards.append({})
             size = 0

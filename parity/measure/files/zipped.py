@@ -132,6 +132,7 @@ def _comment(metadata: Mapping[str, str]) -> bytes:
 
 
 def _metadata(archive: zipfile.ZipFile) -> dict[str, str]:
+    """Return the metadata in the comment of an archive: JSON if we wrote it, else any text."""
     with suppress(ValueError, RecursionError):
         metadata = text_by_name(parse_json(archive.comment))
         if metadata:
@@ -380,7 +381,9 @@ def _has_checksums(members: Iterable[zipfile.ZipInfo]) -> bool:
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
-    """Load the tree of tensors from a torch file."""
+    """Load the tree of tensors from a torch file; with `mmap` tensors are read when they are used,
+    which only zip archives allow.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # about kinds of tensors that are rejected
             return library(path, "torch").load(

@@ -130,8 +130,10 @@ def shard(
     own_weights: Weights = {}
     for name, shape in own_spec.weight_shapes.items():
         own_weights[name] = np.empty(shape, weights[name].dtype)
+        # Both are views with heads as the first axis, so that writing one fills the rank's weight.
         own_heads = _by_heads(name, own_weights[name], own_spec)
-        own_heads[...] = _by_heads(name, weights[name], spec)[_heads_in(name, spec, heads)]
+        all_heads = _by_heads(name, weights[name], spec)
+        own_heads[...] = all_heads[_heads_in(name, spec, heads)]
     return own_weights, own_spec
 
 

@@ -157,16 +157,17 @@ def _with_all_heads(
     name: str, parts: list[np.ndarray], place: _PlaceOfHeads, heads_by_rank: list[LocalHeads]
 ) -> np.ndarray:
     """Return a stage with the heads of all ranks; of heads that ranks share, the last one's."""
-    heads = [place.heads_in(heads) for heads in heads_by_rank]
+    numbers_by_rank = [place.heads_in(heads) for heads in heads_by_rank]
     split = []
-    for part, own_heads in zip(parts, heads, strict=True):
+    for part, own_heads in zip(parts, numbers_by_rank, strict=True):
         split.append(_by_heads(name, part, place.axis, len(own_heads)))
     shape = list(split[0].shape)
     shape[place.axis] = place.num_heads
     whole = np.empty(shape, split[0].dtype)
     before = (slice(None),) * place.axis
-    for part, own_heads in zip(split, heads, strict=True):
+    for part, own_heads in zip(split, numbers_by_rank, strict=True):
         whole[(*before, own_heads)] = part
+    # Axis 2 has the features of all heads, which `_by_heads` splits: (B, T, N * H).
     if place.axis == 2:
         return whole.reshape(*shape[:2], -1)
     return whole

@@ -119,7 +119,7 @@ class Checkpoint:
         Raises:
             OSError, ValueError: as `config`.
         """
-        if self.own.names_layout:
+        if self.own.names_layout or self.own.specs:
             return False
         config = self.config_of_folder
         return config is not None and not config.specifies_layers
@@ -184,7 +184,8 @@ class Checkpoint:
             IgnoredSettingsWarning: as in `load`.
         """
         hints = self.hints(caller)
-        hints.check_droppable(drop)
+        if drop:
+            hints.check_droppable(drop)
         places = places_of_layers(self.file, hints, prefix, layout, argument)
         if GRID_BIAS in drop:
             layouts = [place.layout for place in places]
@@ -248,12 +249,16 @@ class CheckpointLayers:
         layers = self.in_order
         if self.prefix is not None or not any(layer.model is not None for layer in layers):
             return []
-        shapes = {name: self.checkpoint.tensors.shapes[name] for name in self._names_of_no_layer}
-        # Layers in parts of unknown families are reported as such.
+        shapes = self.checkpoint.tensors.shapes
+        other_shapes = {name: shapes[name] for name in self._names_of_no_layer}
         model = self.hints.model
         unknown_parts = {*model.sections} - {*model.parts}
-        prefixes = fitting_prefixes(shapes, layers[0].layout)
-        return [prefix for prefix in prefixes if not sections_named(prefix, unknown_parts)]
+        undescribed: list[str] = []
+        for prefix in fitting_prefixes(other_shapes, layers[0].layout):
+            # Layers in parts of unknown families are reported as such.
+            if not sections_named(prefix, unknown_parts):
+                undescribed.append(prefix)
+        return undescribed
 
     @property
     def rest(self) -> list[str] | None:

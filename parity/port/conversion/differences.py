@@ -301,11 +301,14 @@ def _same_values(
     coarse = coarser(_dtype_of(one), _dtype_of(two)).name
     rounded = f"weights the same up to rounding in {coarse}: "
     apart = f"at most {max_ulp:.3g} units in the last place apart"
-    if dtype != other_dtype and all(is_copy(one[name], two[name]) for name in one):
+    are_copies = all(is_copy(one[name], two[name]) for name in one)
+    if dtype != other_dtype and are_copies:
         claim, fine = "second is the first", dtype
         if coarse == dtype:
             claim, fine = "first is the second", other_dtype
-        num_gone = sum(np.count_nonzero((one[name] == 0) != (two[name] == 0)) for name in one)
+        num_gone = 0
+        for name in one:
+            num_gone += np.count_nonzero((one[name] == 0) != (two[name] == 0))
         zeros = f", {num_gone} elements to 0" if num_gone else ""
         words = f"{rounded}the {claim}, {fine} rounded to {coarse}, {apart}{zeros}"
         return "copy", words

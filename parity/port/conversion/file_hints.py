@@ -111,13 +111,17 @@ class FileHints:
             names: names of the tensors of the file.
         """
         prefixes = all_prefixes(names)
-        missing = [
-            label for label in self.own.specs_by_label if label.partition("[")[0] not in prefixes
-        ]
+        missing: list[str] = []
+        for label in self.own.specs_by_label:
+            prefix_of_stack = label.partition("[")[0]
+            if prefix_of_stack not in prefixes:
+                missing.append(label)
         # Layers are distinguished by identity, because those of two parts may be equal.
         model = self.model
-        numbered_labels = [label for label in labels if not ENTRY.fullmatch(label)]
-        read_layers = {id(model.layer_at(label)) for label in numbered_labels}
+        read_layers: set[int] = set()
+        for label in labels:
+            if not ENTRY.fullmatch(label):
+                read_layers.add(id(model.layer_at(label)))
         read_parts: set[str] = set()
         for section, layers in model.parts.items():
             if any(id(layer) in read_layers for layer in layers):
@@ -227,8 +231,11 @@ def _requested_prefixes(hints: FileHints, prefix: str | None) -> list[str] | Non
     if prefix is not None:
         return [prefix]
     if own.specs_by_label:
-        patterns = [numbered(label.partition("[")[0]) for label in own.specs_by_label]
-        return list(dict.fromkeys(patterns))
+        patterns: dict[str, None] = {}
+        for label in own.specs_by_label:
+            prefix_of_stack = label.partition("[")[0]
+            patterns[numbered(prefix_of_stack)] = None
+        return list(patterns)
     if own.prefix is not None:
         return [own.prefix]
     return None

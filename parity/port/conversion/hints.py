@@ -66,8 +66,12 @@ class LayerHints:
     @property
     def values(self) -> dict[str, Any]:
         """Return the hints that are set, by name."""
-        values = {name: getattr(self, name) for name in HINTS}
-        return {name: value for name, value in values.items() if value is not None}
+        values: dict[str, Any] = {}
+        for name in HINTS:
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = value
+        return values
 
     @property
     def counts(self) -> dict[str, int]:
@@ -90,7 +94,11 @@ class LayerHints:
 
     def contradicted_by(self, spec: AttentionSpec) -> list[str]:
         """Return the names of the numbers of heads that differ from a layer's."""
-        return [name for name, value in self.counts.items() if value != getattr(spec, name)]
+        names: list[str] = []
+        for name, count in self.counts.items():
+            if count != getattr(spec, name):
+                names.append(name)
+        return names
 
 
 def merge(label: str, in_order: Iterable[LayerHints]) -> LayerHints:

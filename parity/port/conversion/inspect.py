@@ -56,10 +56,12 @@ def find_layers(checkpoint: Checkpoint, **keywords: Unpack[LayerKeywords]) -> li
         # Packages are imported for their layouts only if no other fits.
         for layout in register_packages():
             search.examine(layout)
+    all_layers = list(search.fitting)
     fitting = {layers.prefix for layers in search.fitting}
-    return search.fitting + [
-        layers for layers in search.of_other_heads if layers.prefix not in fitting
-    ]
+    for layers in search.of_other_heads:
+        if layers.prefix not in fitting:
+            all_layers.append(layers)
+    return all_layers
 
 
 Kind = tuple[tuple[str, tuple[int, ...], np.dtype], ...]

@@ -117,7 +117,9 @@ def _differing_lines(pair: Pair) -> Iterator[Pair]:
 
 
 def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
+    """Find a tensor that is all zeros in one file."""
     page = ""
+    # With one axis they are, as a rule, those of a bias that was not loaded.
     if pair.one.ndim == 1:
         page = "missing-bias"
     if not pair.other.any():
@@ -144,7 +146,7 @@ def _fewer_bits(pair: Pair, layers: Layers) -> TensorLaw | None:
 
 
 def _one_plus(pair: Pair, layers: Layers) -> TensorLaw | None:
-    """Relate norms that multiply by w and by 1 + w."""
+    """Relate norms that multiply by w and by 1 + w: their weights differ by 1."""
     if not pair.name.endswith("_norm.weight"):
         return None
     for sign, words in ((1, "1 + w, where the first has w"), (-1, "w, where the first has 1 + w")):
@@ -242,10 +244,11 @@ def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> 
 def _in_place_of(pair: Pair, layers: Layers) -> TensorLaw | None:
     """Find another tensor of the first file with these values."""
     for name, x in layers.weights.items():
+        # Zeros, such as fresh biases, agree with one another by chance.
         if name == pair.name or not x.any() or not agree(x, pair.other):
             continue
         page = ""
-        if name[0] in "qkv" and "_proj." in name:
+        if name.startswith(("q_proj.", "k_proj.", "v_proj.")):
             page = "swapped-projections"
         if agree(pair.one, layers.others[name]):
             return TensorLaw("exchanged", f"{name} of the first: the two are exchanged", page)

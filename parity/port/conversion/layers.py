@@ -47,6 +47,7 @@ class FileLayer:
 
     Attributes:
         file: the tensors of its file.
+        label: its prefix, with its index if it is in a stack, as `load` accepts it.
         prefix: prefix of its tensors.
         numbers: numbers in the prefix, for `{i}`.
         index: its index in the stack under the prefix, or None.
@@ -62,6 +63,7 @@ class FileLayer:
     """
 
     file: TensorCache
+    label: str
     prefix: str
     numbers: tuple[str, ...]
     index: int | None
@@ -104,11 +106,6 @@ class FileLayer:
         return self.spec.d_kv != self.spec.d_in
 
     @property
-    def label(self) -> str:
-        """Return its prefix, with its index if it is in a stack, as `load` accepts it."""
-        return label_of(self.prefix, self.index)
-
-    @property
     def place(self) -> list[int]:
         """Return its numbers and index, which identify the same layer in two files."""
         place = [int(number) for number in self.numbers]
@@ -132,7 +129,9 @@ class FileLayer:
 
     def load(self) -> tuple[Weights, AttentionSpec]:
         """Read its canonical weights, and return them with its specification."""
-        weights = {name: np.array(self.read(name), order="C") for name in self.placement.weights}
+        weights: Weights = {}
+        for name in self.placement.weights:
+            weights[name] = np.array(self.read(name), order="C")
         return weights, self.spec
 
     def tensors(self) -> dict[str, np.ndarray]:
@@ -151,11 +150,6 @@ class FileLayer:
 
     def _tensor(self, name: str) -> np.ndarray:
         return self.file.read_finite(self.sources[name], self.index, self.axis)
-
-
-def label_of(prefix: str, index: int | None) -> str:
-    """Return the label of a layer under a prefix, with its index if it is in a stack."""
-    return prefix if index is None else f"{prefix}[{index}]"
 
 
 class LayerGroup(NamedTuple):
@@ -282,9 +276,10 @@ def layers_under(
     for concrete, (numbers, own) in by_prefix.items():
         sources = _with_shared(file, concrete, own, layout, hints)
         try:
-            sources = _without_unused(sources, concrete, layout, hints)
+            layer_hints = hints.at(concrete)
+            sources = _without_unused(sources, layout, layer_hints.spec)
             shapes = {short: file.infos[name].shape for short, name in sources.items()}
-            entries, axis = _identify(shapes, concrete, layout, hints)
+            entries, axis = _identify(shapes, concrete, layout, hints, layer_hints)
         except LayoutMismatchError as error:
             # Another prefix than the empty one may be meant.
             if not concrete and any(fitting_prefixes(file.shapes, layout)):
@@ -299,10 +294,13 @@ def layers_under(
         if entry_of_stack is not None:
             entries = [_entry_at(int(entry_of_stack[2]), entries, file, prefix)]
         for entry in entries:
-            label = label_of(concrete, entry.index)
+            label = concrete
+            if entry.index is not None:
+                label = f"{concrete}[{entry.index}]"
             layers.append(
                 FileLayer(
                     file=file,
+                    label=label,
                     prefix=concrete,
                     numbers=numbers,
                     index=entry.index,
@@ -353,9 +351,10 @@ def _tensors_by_prefix(
         return by_prefix
     # A pattern also matches other modules, such as the layers that predict further tokens. If
     # nothing else is there, the caller means them.
-    of_layers = {
-        concrete: tensors for concrete, tensors in by_prefix.items() if not hints.is_other(concrete)
-    }
+    of_layers: dict[str, _TensorsOfPrefix] = {}
+    for concrete, tensors in by_prefix.items():
+        if not hints.is_other(concrete):
+            of_layers[concrete] = tensors
     return of_layers or by_prefix
 
 
@@ -377,10 +376,9 @@ def _with_shared(
 
 
 def _without_unused(
-    sources: dict[str, str], prefix: str, layout: Layout, hints: FileHints
+    sources: dict[str, str], layout: Layout, spec: AttentionSpec | None
 ) -> dict[str, str]:
     """Return the tensors of a layer without those that its specification does not compute with."""
-    spec = hints.at(prefix).spec
     if spec is None:
         return sources
     unused = unused_in(layout, spec)
@@ -464,6 +462,7 @@ def key_in_words(name: str, value: Any) -> str:
     if value is None:
         return name
     text = str(value) if isinstance(value, str | int | float) else repr(value)
+    # About a line. Text comes from files, and may be of any length.
     if len(text) > 80:
         text = f"{text[:80]}…"
     return f"{name}={text}"
@@ -473,10 +472,17 @@ def key_in_words(name: str, value: Any) -> str:
 
 
 def _identify(
-    shapes: Shapes, prefix: str, layout: Layout, hints: FileHints
+    shapes: Shapes, prefix: str, layout: Layout, hints: FileHints, layer_hints: LayerHints
 ) -> tuple[list[_IdentifiedLayer], int]:
-    """Find the layers under a prefix, and the axis of their stack, if any."""
-    layer_hints = hints.at(prefix)
+    """Find the layers under a prefix, and the axis of their stack, if any.
+
+    Args:
+        shapes: shapes of their tensors, by name after the prefix.
+        prefix: the prefix.
+        layout: their layout.
+        hints: what is known of the layers of the file.
+        layer_hints: what is known of the layer with this prefix, if it is a single one.
+    """
     spec = layer_hints.spec
     mismatch: LayoutMismatchError | None = None
     if spec is not None:

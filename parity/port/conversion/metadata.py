@@ -13,7 +13,7 @@ from mha_spec import AttentionSpec, InputError
 from parity.measure.core.weights import FORMAT, read_spec
 from parity.measure.files import TensorFile
 from parity.measure.files.reading import SUFFIXES
-from parity.measure.files.tensor_file import parse_json
+from parity.measure.files.tensor_file import parse_json, text_by_name
 from parity.measure.files.writing import COMPUTED
 from parity.port.conversion.hints import COUNTS, METADATA, LayerHints, without_rope_keys
 from parity.port.conversion.layouts import Layout
@@ -189,10 +189,7 @@ def _read_shared(file: TensorFile) -> dict[str, dict[str, str]]:
     """Return the weights that layers share, in our file's metadata, with their holders."""
     shared = _read_json(file, "shared", dict)
     for holders in shared.values():
-        is_valid = isinstance(holders, dict) and all(
-            isinstance(holder, str) for holder in holders.values()
-        )
-        if not is_valid:
+        if not isinstance(holders, dict) or holders != text_by_name(holders):
             raise InputError(
                 file.path, "name a holder for each shared weight in its metadata", f"{shared!r:.80}"
             )

@@ -206,11 +206,11 @@ def hints_of_config(
             continue
         for key, value in unread_of_part.items():
             unread[f"{name}.{key}" if name else key] = value
-        agreeing[name] = [
-            layer
-            for layer in _with_paths(of_part)
-            if layer.spec is None or not caller.contradicted_by(layer.spec)
-        ]
+        agreeing_layers: list[ModelLayer] = []
+        for layer in _with_paths(of_part):
+            if layer.spec is None or not caller.contradicted_by(layer.spec):
+                agreeing_layers.append(layer)
+        agreeing[name] = agreeing_layers
     plain = _plain_of_config(config, agreeing)
     if not agreeing:
         return _hints_of_unknown(config, plain, why)
@@ -350,7 +350,8 @@ OF_ATTENTION = re.compile(r"attention\.|attn_|rope\.")
 
 READ_IN_GGUF = re.compile(
     r"attention\.(head_count(_kv)?|key_length|causal|"
-    r"(layer_norm|layer_norm_rms|group_norm)_epsilon|group_norm_groups)|rope\.(freq_base|scaling\.(original_context_length|finetuned))"
+    r"(layer_norm|layer_norm_rms|group_norm)_epsilon|group_norm_groups)|"
+    r"rope\.(freq_base|scaling\.(original_context_length|finetuned))"
 )
 """Keys that are read, or do not affect attention: norms before it, and the length that RoPE was
 trained with.
@@ -383,13 +384,14 @@ def hints_of_gguf(file: TensorFile, caller: LayerHints) -> ModelHints:
         text = values.get(key)
         if text is None:
             continue
+        # The reader of GGUF describes lists instead of reading them.
         if text.startswith("a list"):
             differ_by_layer = True
+            continue
         try:
             config[name] = kind(text)
         except ValueError:
-            if not text.startswith("a list"):
-                malformed[key] = text
+            malformed[key] = text
     unread = _unread_in_gguf(values, config)
     if "rope_freqs.weight" in file.infos:  # one factor per frequency
         unread["rope_freqs.weight"] = None

@@ -129,7 +129,10 @@ def by_reason(parts: Sequence[NotCompared]) -> list[str]:
     whats_by_reason: dict[str, list[str]] = {}
     for part in parts:
         whats_by_reason.setdefault(part.reason, []).append(part.what)
-    return [f"{some_of(whats)} ({reason})" for reason, whats in whats_by_reason.items()]
+    lines: list[str] = []
+    for reason, whats in whats_by_reason.items():
+        lines.append(f"{some_of(whats)} ({reason})")
+    return lines
 
 
 def find_not_compared(

@@ -89,7 +89,8 @@ class _Packing:
         if self.kind == "feature" or layout.rope != "half" or layout.padded:
             return False
         weights = [tensor for tensor in layout.tensors if tensor.kind == "weight"]
-        if not any(tensor.holds == self.letters and not tensor.is_shared for tensor in weights):
+        packed = [tensor for tensor in weights if not tensor.is_shared]
+        if self.letters not in [tensor.holds for tensor in packed]:
             return False
         if self.kind == "grouped":
             return layout.grouped
@@ -135,12 +136,17 @@ def _is_mixed(order: np.ndarray, sizes: dict[str, int]) -> bool:
     ends = np.cumsum(list(sizes.values()))
     # The tensor of the first file, by its place, that each row of the second comes from.
     sources = np.searchsorted(ends, order, side="right")
-    return any(len(np.unique(of_tensor)) > 1 for of_tensor in np.split(sources, ends[:-1]))
+    for sources_of_tensor in np.split(sources, ends[:-1]):
+        if len(np.unique(sources_of_tensor)) > 1:
+            return True
+    return False
 
 
 def _fix(packed: _Packing, read: _Packing, spec: AttentionSpec) -> str:
     """Return how to read the tensor, if the first file is right, and if the second is."""
-    first, second = some_of(packed.layouts(spec), 3), some_of(read.layouts(spec), 3)
+    # Three names suffice: the layouts pack rows in the same order.
+    first = some_of(packed.layouts(spec), most=3)
+    second = some_of(read.layouts(spec), most=3)
     fixes = []
     if first:
         fixes.append(f"if the first is right, read the second as {first}")

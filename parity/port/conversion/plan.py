@@ -231,10 +231,10 @@ class Plan:
             to = to_prefix
             if to is None:
                 to = prefix if entry_of_stack is None else entry_of_stack[1]
-            layers = [
-                replace(layer, written=_spec_in(self.layout, layer.spec, self.drop))
-                for layer in source_layers
-            ]
+            layers: list[FileLayer] = []
+            for layer in source_layers:
+                written = _spec_in(self.layout, layer.spec, self.drop)
+                layers.append(replace(layer, written=written))
             placed, is_stacked = _placed(layers, prefix, to)
             self.converted += layers
             self.layers.update(placed)
@@ -263,7 +263,7 @@ class Plan:
             self.rest.append(name)
             if self.keep_rest:
                 self._add(name, CopiedTensor(self.source, name))
-        if self.keep_rest:
+        if self.keep_rest and self.rest:
             self._check_rest()
 
     def _check_rest(self) -> None:
@@ -439,8 +439,11 @@ class Plan:
             ValueError: if a tensor has values that are not finite, or the target is the source, has
                 another format, or cannot be divided.
         """
+        if ranks is not None and max_shard_bytes is not None:
+            raise InputError("max_shard_bytes", "be left out with ranks", ranks=ranks)
         path_of_file = path
         if ranks and self.layout.ranks is not None:
+            # The path is that of the folder. How many metadata fit depends on a file in it.
             path_of_file = self.layout.ranks.file
         suffix = Path(path_of_file).suffix
         metadata, metadata_left_out = with_source(self._metadata(), self.source.file, suffix)
@@ -461,8 +464,6 @@ class Plan:
                 source=self.source_path,
                 dry_run=dry_run,
             )
-        elif max_shard_bytes is not None:
-            raise InputError("max_shard_bytes", "be left out with ranks", ranks=ranks)
         else:
             written_path = write_ranks(
                 path, self.layout, ranks, self.specs, infos, read, metadata, dry_run=dry_run
@@ -487,13 +488,12 @@ class Plan:
         if self.keep_rest and self.rest:
             ignored = self._ignored()
         unread = {**self.hints.own.unread, **unread_of(self.converted)}
-        dropped: set[str] = set()
+        dropped = {*self.hints.dropped}
         if not {*CARRIED} <= {*self.layout.carries}:
             dropped |= {*unread} & {*self.drop}
         for layer in self.labels.values():
             lost_before = lost_in(self.layout, layer.spec).keys()
             dropped |= lost_before - lost_in(self.layout, layer.to_spec).keys()
-            dropped |= {*layer.dropped}
         return metadata_of(
             self.layout,
             self.specs,
@@ -574,11 +574,11 @@ class Plan:
         size = 0
         for tensor in self.tensors.values():
             size += math.prod(tensor.shape) * tensor.dtype.itemsize
+        layers: list[PlannedLayer] = []
+        for label, layer in self.labels.items():
+            layers.append(_layer_record(layer, label, is_layout_given=self.is_layout_given))
         return ConversionPlan(
-            layers=[
-                _layer_record(layer, label, is_layout_given=self.is_layout_given)
-                for label, layer in self.labels.items()
-            ],
+            layers=layers,
             tensors={name: tensor.sources for name, tensor in self.tensors.items()},
             size=size,
             left_out=json.loads(metadata.get("dropped", "[]")),
@@ -681,11 +681,19 @@ def _in_stack_order(layers: list[FileLayer], prefix: str) -> list[FileLayer]:
 
 
 def _layer_record(layer: FileLayer, to: str, *, is_layout_given: bool) -> PlannedLayer:
+    """Return the record of a layer, with the sources of its layout and its specification.
+
+    Args:
+        layer: the layer.
+        to: its label in the target.
+        is_layout_given: whether the caller named its layout.
+    """
     layout_from = METADATA
     if is_layout_given:
         layout_from = CALLER
     elif layer.model is not None and layer.model.layout == layer.layout.name:
         layout_from = layer.file_hints.model.origin
+    # Fields with their default values need no source, but numbers of heads do.
     counts = {name: getattr(layer.spec, name) for name in COUNTS}
     plain = AttentionSpec(layer.spec.d_model, **counts).values()
     origins: dict[str, str] = {}

@@ -35,6 +35,7 @@ def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str]
     return concrete, tuple(numbers), remainder
 
 
+# As many as Python's own cache of expressions; a file has a few patterns.
 @lru_cache(maxsize=512)
 def _expression(pattern: str) -> re.Pattern[str]:
     """Return the expression of the names under a prefix pattern."""

@@ -430,7 +430,10 @@ def _division_of_embeddings(name: str, shapes: Shapes, layout: Layout, count: in
         return Division(0)
     outputs = [tensor for tensor in layout.tensors if tensor.holds == "out"]
     output_name = next(tensor.name for tensor in outputs if tensor.kind == "weight")
-    widths = {shape[0] for other, shape in shapes.items() if other.endswith(output_name)}
+    widths: set[int] = set()
+    for other, shape in shapes.items():
+        if other.endswith(output_name):
+            widths.add(shape[0])
     return Division(1 if widths == {shapes[name][-1] * count} else 0)
 
 
@@ -484,10 +487,8 @@ def _divided_norms(file: TensorFile, layout: Layout) -> list[str]:
     q_norm = by_weight.get("q_norm.weight")
     if q_norm is None:
         return []
-    norm_names = [
-        by_weight[weight]
-        for weight in ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
-    ]
+    weights = ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
+    norm_names = [by_weight[weight] for weight in weights]
     divided: list[str] = []
     for name, info in file.infos.items():
         if name != q_norm and not name.endswith(f".{q_norm}"):

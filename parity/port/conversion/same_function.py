@@ -261,8 +261,13 @@ def _rescaled(views: Views, roles_by_name: Mapping[str, Role], spec: AttentionSp
     words: list[str] = []
     explained: set[str] = set()
     for sides in _sides(spec):
-        times = {name: views[name] for name in roles_by_name if name.startswith(sides.times)}
-        over = {name: views[name] for name in roles_by_name if name.startswith(sides.over)}
+        times: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        over: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for name in roles_by_name:
+            if name.startswith(sides.times):
+                times[name] = views[name]
+            elif name.startswith(sides.over):
+                over[name] = views[name]
         both = times | over
         if not sides.is_free or _all_agree(both):
             continue

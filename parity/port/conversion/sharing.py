@@ -32,6 +32,7 @@ def holders_in_model(prefix: str, model: ModelHints) -> dict[str, str]:
         if label == prefix:  # this layer is the holder
             continue
         weight = weights[short]
+        # A path that ends with the name of the tensor is of a layer, or of another module.
         is_in_layer = label != name and model.attention_at(label) is not None
         holders[weight] = join(label, weight) if is_in_layer else name
     return holders

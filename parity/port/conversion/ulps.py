@@ -40,7 +40,11 @@ def agree(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> 
     dtype = dtype or coarser(one.dtype, other.dtype)
     # The first row usually shows a disagreement, and large tensors take long.
     parts = (slice(1), slice(None)) if one.ndim else ((),)
-    return all((ulps(one[part], other[part], dtype) <= MOST_ULPS).all() for part in parts)
+    for part in parts:
+        distances = ulps(one[part], other[part], dtype)
+        if not (distances <= MOST_ULPS).all():
+            return False
+    return True
 
 
 def is_copy(one: np.ndarray, other: np.ndarray) -> bool:
@@ -79,6 +83,7 @@ def _through(name: str) -> Reduction:
 
 def _cut_off(bits: int) -> Reduction:
     """Return the conversion that sets the lowest bits to 0."""
+    # Shifted, and cut to 32 bits again.
     mask = np.uint32(0xFFFFFFFF << bits & 0xFFFFFFFF)
 
     def cut_off_bits(x: np.ndarray) -> np.ndarray:

@@ -82,6 +82,7 @@ class EquinoxMultiheadAttention(Adapter):
         def call_one(query: Any, key: Any, value: Any, mask: Any, rng: Any) -> Any:
             return module(query, key, value, mask, key=rng, inference=not train)
 
+        # An Equinox layer attends in one sequence; the keys are for dropout.
         rngs = jax.random.split(jax.random.key(0), query.shape[0])
         mask_axis = None if mask is None else 0
         call_each = jax.vmap(call_one, in_axes=(0, 0, 0, mask_axis, 0))

@@ -95,6 +95,7 @@ class _KerasAttention(Adapter):
                     f"the mask of a {self.name}", "be one for all heads", {"mask.shape": mask.shape}
                 )
             mask = mask[:, 0]
+        # Keras takes values before keys.
         result = module(
             query,
             value,

@@ -410,6 +410,7 @@ class Skeleton:
         kwargs = {"inputs_embeds": torch.from_numpy(embeddings), **extra}
         parameters = inspect.signature(self._model.get_submodule(root).forward).parameters
         kinds = [parameter.kind for parameter in parameters.values()]
+        # A cache would have no use. Some models read the argument from their keywords alone.
         if "use_cache" in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
             kwargs["use_cache"] = False
         return _Way(root, (), kwargs)
@@ -524,7 +525,9 @@ class Skeleton:
 
 
 def _needs_positions(spec: AttentionSpec) -> bool:
-    """Return whether a layer that is not causal needs more than its states, from outside."""
+    """Return whether the model passes positions, or a mask made of them, to a layer of this kind
+    even if it is not causal.
+    """
     features = (
         spec.alibi,
         spec.relative_bias,

@@ -110,13 +110,14 @@ def _parameters(config: Config, layer_type: str, local_theta: float | None) -> t
     """
     if "rope_parameters" in config:
         values = config.section("rope_parameters")
+        # transformers 5 nests them if each kind of layer has its own.
         is_by_type = values.pass_over(Mapping)
         if is_by_type:
             values = values.section(layer_type)
         return values, False
     is_local = local_theta is not None and layer_type == "sliding_attention"
     if is_local or "rope_scaling" not in config:
-        config.find("rope_scaling")  # counts as read
+        config.find("rope_scaling")  # counts as read, since layers with a window have no scaling
         return Config({}), is_local
     return config.section("rope_scaling"), False
 

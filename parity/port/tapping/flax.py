@@ -52,16 +52,21 @@ def tap_flax(model: Any, patterns: tuple[str, ...] | None) -> Iterator[Tapped]:
         tap.finish()
 
 
+def _is_attention_of_flax(kind: type) -> bool:
+    """Return whether a class is one of Flax's attention modules, or derived from one."""
+    for base in kind.__mro__:
+        if base.__module__.startswith("flax.") and ATTENTION in base.__name__:
+            return True
+    return False
+
+
 class _FlaxListener:
     """Record inputs and outputs of one layer during a call."""
 
     def __init__(self, layer: TappedLayer, module: Any, kind: type) -> None:
         self.layer = layer
         self.module = module
-        self.is_flaxs = any(
-            base.__module__.startswith("flax.") and ATTENTION in base.__name__
-            for base in kind.__mro__
-        )
+        self.is_flaxs = _is_attention_of_flax(kind)
         self.values: dict[str, np.ndarray] = {}
         self.past: int | None = 0
 
@@ -241,7 +246,9 @@ def _tap_nnx(
     model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped, stack: ExitStack
 ) -> None:
     """Wrap the calls of the layers' classes and of their submodules' classes."""
-    modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    modules: dict[str, nnx.Module] = {}
+    for path, module in nnx.iter_modules(model):
+        modules[".".join(map(str, path))] = module
     names = sorted(chosen(modules, patterns), key=_in_order)
     listeners: dict[int, _FlaxListener] = {}
     parts: dict[int, tuple[_FlaxListener, str]] = {}
@@ -366,4 +373,8 @@ class _LinenTap:
 
 def _contains_another(path: tuple[str, ...], paths: list[tuple[str, ...]]) -> bool:
     """Return whether one of the paths is that of a module inside this one."""
-    return any(other != path and other[: len(path)] == path for other in paths)
+    for other in paths:
+        beginning = other[: len(path)]
+        if other != path and beginning == path:
+            return True
+    return False

@@ -154,7 +154,7 @@ class Tapped:
 
         Raises:
             OSError: if it cannot be written.
-            ValueError: if `save_tensors` rejects the path.
+            ValueError: if the suffix or the existing file has another format.
         """
         layers = []
         tensors = {}
@@ -216,11 +216,12 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
         calls.append(TappedCall({}, past, first_key))
         counts += [number for number in (past, first_key) if number is not None]
     layer = TappedLayer(**{**fields, "calls": calls})
-    counts += [layer.index, layer.training]
+    counts += [layer.index, layer.training]  # in Python, True and False are integers
     texts = (layer.name, layer.module, layer.kind, layer.attention, layer.not_seen)
     arguments = (layer.scale, layer.window, layer.soft_cap)
     are_texts = all(isinstance(text, str) for text in texts)
-    are_numbers = all(isinstance(number, (int, float, type(None))) for number in arguments)
+    numbers = [argument for argument in arguments if argument is not None]
+    are_numbers = all(isinstance(number, int | float) for number in numbers)
     if not are_texts or not are_numbers:
         raise InputTypeError(
             "names",
@@ -228,8 +229,9 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
             names=texts,
             numbers=arguments,
         )
-    if not all(isinstance(count, int) and count >= 0 for count in counts):
-        raise InputTypeError("numbers of layers and tokens", "be integers >= 0", str(counts))
+    for count in counts:
+        if not isinstance(count, int) or count < 0:
+            raise InputTypeError("numbers of layers and tokens", "be integers >= 0", str(counts))
     return layer
 
 
@@ -259,8 +261,12 @@ def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list
     Raises:
         ValueError: if there are none.
     """
-    classes = {name: type(module).__name__ for name, module in modules.items()}
-    attention = [name for name in modules if "Attention" in classes[name]]
+    classes: dict[str, str] = {}
+    attention: list[str] = []
+    for name, module in modules.items():
+        classes[name] = type(module).__name__
+        if "Attention" in classes[name]:
+            attention.append(name)
     innermost = [name for name in attention if not _contains_another(name, attention)]
     if patterns is None:
         names = innermost

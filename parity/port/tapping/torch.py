@@ -284,12 +284,14 @@ class _TorchListener:
             _around_forward(self.module, self._called, self._left, self._returned, stack)
             return
         _pre_hook(self.module, self._called, stack)
+        # Also if the module raises an Exception: its recording ends.
         handle = self.module.register_forward_hook(self._left, always_call=True)
         stack.callback(handle.remove)
         handle = self.module.register_forward_hook(self._returned, with_kwargs=True)
         stack.callback(handle.remove)
         for name, child in self.module.named_children():
             weight = getattr(child, "weight", None)
+            # A weight with two axes is that of a projection; norms have one.
             if isinstance(weight, Tensor) and weight.ndim == 2:
                 handle = child.register_forward_hook(functools.partial(self._projected, name))
                 stack.callback(handle.remove)
@@ -443,6 +445,7 @@ class _TorchListener:
         self.values["mask"] = _hiding(mask)
         if not self.model.has_other_mask:
             return
+        # The mask is (B, N, T, S): padding attends to no key in any head.
         is_real = (~is_hidden(self.values["mask"])).any(axis=(1, 3))
         if not is_real.all():
             shape = (query.shape[0], query.shape[2])

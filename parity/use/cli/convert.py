@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> Result:
         checkpoint = stack.enter_context(Checkpoint.open(options.source))
         observed: list[LiveLayer] = []
         path: Path | None = None
-        if _may_observe(options) and checkpoint.is_unknown:
+        if checkpoint.is_unknown and _may_observe(options):
             # Only here, because a conversion by rules needs neither observation nor diagnosis.
             from parity.explain.identification.folders import observe_folder, observed_file
 
@@ -227,7 +227,7 @@ def run(options: argparse.Namespace) -> Result:
     ):
         if names:
             warn(f"{what}: {some_of(names)} ({len(names)})")
-    return 0, converted.to_dict()
+    return 0, converted
 
 
 def _may_observe(options: argparse.Namespace) -> bool:

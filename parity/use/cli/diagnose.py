@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> Result:
         raise refusal("INPUT", f"be {kinds}", inputs)
     print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=options.verbose)
     write_page(options, report, maps)
-    return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
+    return 1 if diagnosis.is_wrong else 0, diagnosis
 
 
 def _check_for_ranks(options: argparse.Namespace, inputs: str) -> None:

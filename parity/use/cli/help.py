@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-Result = tuple[int, Mapping[str, Any]]
+
+class Record(Protocol):
+    """A result that can be written as JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        ...
+
+
+Result = tuple[int, Mapping[str, Any] | Record]
 """The exit status of a command, and what `--json` writes."""
 
 EXIT_STATUS = """exit status:

@@ -59,7 +59,7 @@ def add_table_option(parser: argparse._ActionsContainer) -> None:
 
 
 def layer_options(options: argparse.Namespace) -> LayerKeywords:
-    """Return the keywords of functions that read layers; None for an option that was not given."""
+    """Return the keywords of functions that read layers; None for an option that was not passed."""
     from mha_spec import Rope
 
     theta = options.rope_theta
@@ -161,6 +161,7 @@ def _for_each_file(flag: str, values: list[str]) -> list[str | None]:
         raise refusal(flag, "be passed once or twice", {flag: values})
     if not values:
         return [None, None]
+    # A value that is passed once is the first and the last.
     return [values[0], values[-1]]
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -146,6 +146,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if name in COMMANDS:
         parser = make_parser([name])
     elif name.startswith("-"):
+        # An option of the whole program, such as --help, which lists all commands.
         parser = make_parser()
     else:
         hint = names_like(name, COMMANDS, "`mha-parity --help` lists them")
@@ -305,6 +306,9 @@ class _SignalHandlers:
             raise KeyboardInterrupt
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal, or the alarm after one: raise KeyboardInterrupt, or try again if an
+        import runs.
+        """
         if self.received is None:
             self.received = number
             self._deadline = time.monotonic() + PATIENCE
@@ -374,7 +378,9 @@ def _run_and_write(command: Any, options: argparse.Namespace) -> int:
     if options.json is not None:
         from parity.use.reporting.json import write_json
 
-        write_json(options.json, options.command, content)
+        # Only now, because the JSON of many cases or layers is long.
+        values = content if isinstance(content, Mapping) else content.to_dict()
+        write_json(options.json, options.command, values)
     return status
 
 
@@ -484,7 +490,7 @@ def make_parser(names: Iterable[str] | None = None) -> argparse.ArgumentParser:
             name,
             help=page.line,
             allow_abbrev=False,
-            description=textwrap.fill(page.about, 78),
+            description=textwrap.fill(page.about, 78),  # as wide as argparse's lines on 80 columns
             epilog=page.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> Result:
 def _nothing_to_inject(options: argparse.Namespace, not_injected: Mapping[str, str]) -> InputError:
     """Return the error if none of the requested bugs can be injected."""
     flags = [f"--{name}" for name in ("only", "skip") if getattr(options, name)]
-    examples = list(not_injected.items())[:3]
+    examples = list(not_injected.items())[:3]  # as many as fit into a line
     reasons = "; ".join(f"{name}: {reason}" for name, reason in examples)
     if flags:
         rule = f"leave a bug that can be injected into {options.subject}"

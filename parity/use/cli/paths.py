@@ -36,6 +36,7 @@ def check_paths(
     paths = _paths_of(options)
     for name, path in paths:
         if name == "save_traces":
+            # Files in the folder decide whether it is writable. No file has this name.
             folder = _existing_folder(path)
             check_writable(os.path.join(folder, f".{os.getpid()}"), "--save-traces", path)
         if name not in (*REPORTS, "output") or path in STANDARD_OUTPUT:

@@ -56,7 +56,7 @@ def diagnose_division(options: argparse.Namespace) -> Result:
     observed = [_without_inputs(arrays_of_rank) for arrays_of_rank in arrays.values()]
     diagnosis = diagnose_ranks(observed, problem, **division)
     print_diagnosis(diagnosis, console(), is_right=not diagnosis.is_wrong, verbose=options.verbose)
-    return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
+    return 1 if diagnosis.is_wrong else 0, diagnosis
 
 
 def _without_inputs(arrays: Arrays) -> Arrays:
@@ -66,7 +66,9 @@ def _without_inputs(arrays: Arrays) -> Arrays:
 
 def _check_order(paths: Sequence[str]) -> None:
     """Reject files that are numbered in another order: a shell sorts rank10 before rank2."""
-    if len({re.sub(r"\d+", "#", path) for path in paths}) > 1:
+    # Names that differ in more than numbers have no order of their own.
+    names_without_numbers = {re.sub(r"\d+", "#", path) for path in paths}
+    if len(names_without_numbers) > 1:
         return
     for before, path in pairwise(paths):
         if _numbers(before) > _numbers(path):
@@ -104,7 +106,8 @@ def _problem_of_case(options: argparse.Namespace, arrays: Mapping[str, Arrays]) 
     if needless:
         raise refusal(", ".join(needless), "be passed with --weights")
     case = case_named(options.case)
-    _check_names(options, arrays, ())
+    # The case has its own inputs, so that the files hold stages alone.
+    _check_names(options, arrays, inputs=())
     return make_problem(case, _dtype_of(arrays))
 
 

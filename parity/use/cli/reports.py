@@ -71,9 +71,7 @@ def print_and_write(options: argparse.Namespace, report: Any, maps: Any) -> Resu
 
         write_junit(options.junit, report)
     write_page(options, report, maps)
-    # A report of many cases is long: its JSON is made only on request.
-    content = {} if options.json is None else report.to_dict()
-    return report.status, content
+    return report.status, report
 
 
 def write_page(options: argparse.Namespace, report: Any, maps: Any) -> None:

@@ -32,12 +32,12 @@ def compare_recordings(options: argparse.Namespace) -> Result:
 
     if options.model is None:
         _check_no_report({"--html": options.html, "--junit": options.junit})
-        status, content = _compare_two(options.traces, with_table=True)
+        difference = _compare_two(options.traces, with_table=True)
+        status = 0 if difference.agrees else 1
         # Layers of one recording alone have nothing to be compared with.
-        is_incomplete = bool(content["alone"]) and not options.allow_skipped
-        if status == 0 and is_incomplete:
+        if status == 0 and difference.alone and not options.allow_skipped:
             status = 2
-        return status, content
+        return status, difference
     maps = attention_maps(options)
     verdicts = compare_with(options.model, options.traces)
     return print_and_write(options, report_of(verdicts), maps)
@@ -52,7 +52,8 @@ def diagnose_recordings(options: argparse.Namespace) -> Result:
 
     if options.model is None:
         _check_no_report({"--html": options.html})
-        return _compare_two(options.files, with_table=False)
+        difference = _compare_two(options.files, with_table=False)
+        return 0 if difference.agrees else 1, difference
     maps = attention_maps(options)
     verdicts = compare_with(options.model, options.files)
     status = 0
@@ -73,7 +74,8 @@ def _check_no_report(paths: Mapping[str, str | None]) -> None:
         raise refusal(", ".join(flags), "be passed with --model", "recordings alone")
 
 
-def _compare_two(paths: Sequence[str], *, with_table: bool) -> Result:
+def _compare_two(paths: Sequence[str], *, with_table: bool) -> TapDifference:
+    """Compare two recordings, and print how they differ."""
     from parity.explain.diagnosis.tap_pairs import compare_taps
     from parity.port.tapping.record import load_tap
     from parity.use.reporting.console import console
@@ -84,6 +86,6 @@ def _compare_two(paths: Sequence[str], *, with_table: bool) -> Result:
             "--model", f"be the folder of the model of {paths[0]}, unless there are two recordings"
         )
     first, second = paths
-    difference: TapDifference = compare_taps(load_tap(first), load_tap(second))
+    difference = compare_taps(load_tap(first), load_tap(second))
     print_difference(difference, console(), with_table=with_table)
-    return 0 if difference.agrees else 1, difference.to_dict()
+    return difference

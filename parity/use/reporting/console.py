@@ -149,6 +149,7 @@ def _fits(out: Console, columns: Sequence[Column], rows: Sequence[Row]) -> bool:
     """Return whether a table is not wider than the output; one without headers always fits."""
     if not columns:
         return True
+    # On a terminal there is also a line before the first column.
     least_width = 1 + width_between_columns(out) * len(columns)
     for place, column in enumerate(columns):
         longest = cell_len(str(column.header))
@@ -252,6 +253,7 @@ def short_ratio(ratio: float | None) -> str:
     """Return an error over its budget in few characters; a dash for None."""
     if ratio is None:
         return "—"
+    # Above 100 times the budget only the size matters.
     if ratio < 100:
         return f"{ratio:.2f}"
     return f"{ratio:.0e}"

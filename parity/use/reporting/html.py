@@ -291,6 +291,7 @@ def _layers(report: Report) -> list[dict[str, Any]]:
         for place, layer in enumerate(report.layers):
             cell = _layer_cell(place, layer, by_layer.get(layer))
             cells.append(cell)
+            # The last limit of HEAT is the budget itself.
             if cell["level"] == len(HEAT):
                 beyond_budget.append(cell["words"])
         wrong = "; ".join(beyond_budget) or "none"
@@ -483,6 +484,7 @@ def _heat(comparison: Comparison) -> dict[str, Any]:
         start += length
     axes = axis_names(comparison.stage, len(comparison.shape))
     sizes = dict(zip(axes, comparison.shape, strict=True))
+    # The places are tokens of queries or, in stages of keys alone, of keys.
     axis = "T" if "T" in sizes else "S"
     size = sizes.get(axis, 0)
     places = f"{axis.lower()} = 0 … {size - 1}"

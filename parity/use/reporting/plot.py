@@ -147,7 +147,8 @@ def _draw(
     num_rows = math.ceil(len(heads) / num_columns)
     width = _length(num_keys, tokens)
     height = _length(num_queries, query_tokens)
-    # The color bar and the labels of the figure take the rest.
+    # The color bar and the labels of the figure take the rest, in inches. These and the other
+    # sizes are a choice, by eye.
     size = (num_columns * width + 1.0, num_rows * height + 0.6)
     figure = NotebookFigure(figsize=size, layout="constrained")
     panels = figure.subplots(num_rows, num_columns, squeeze=False)
@@ -155,6 +156,7 @@ def _draw(
     rotation = 90 if tokens else 0
     image = None
     for panel, head, weights in zip(panels.flat, heads, maps, strict=False):
+        # NaN is red, which the scale of colors does not have.
         colors = mpl.colormaps["viridis"].with_extremes(bad="red")
         image = panel.imshow(
             downsample(weights, MOST_CELLS),

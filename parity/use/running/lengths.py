@@ -31,6 +31,7 @@ GIB = 1 << 30
 
 def gib_of(spec: AttentionSpec, num_tokens: int, batch: int = 2) -> float:
     """Return roughly how much memory a comparison of a layer needs, in GiB; its scores dominate."""
+    # A float64 has 8 bytes.
     return SCORES * 8.0 * batch * spec.num_heads * num_tokens**2 / GIB
 
 

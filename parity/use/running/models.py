@@ -30,7 +30,6 @@ from parity.port.conversion.checkpoint import Checkpoint, CheckpointLayers
 from parity.port.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.port.conversion.layers import FileLayer
 from parity.port.conversion.not_compared import NotCompared
-from parity.port.models.config import read_config
 from parity.port.models.specs import ModelLayer, layers_of_parts
 from parity.use.running.lengths import check_memory, not_exercised
 from parity.use.running.report import Report, SkippedCase
@@ -168,7 +167,7 @@ def run_model(
         chosen = chosen_layers(all_layers, layers)
         if against:
             _check_known(chosen, against, observed)
-        skeleton = skeleton_of(path) if against and not observed else None
+        skeleton = skeleton_of(checkpoint) if against and not observed else None
         # All before any of them runs, because a length that does not fit one is an error.
         for layer in chosen:
             live = observed.get(layer.label)
@@ -382,10 +381,11 @@ def names_of(layers: Sequence[FileLayer]) -> dict[str, str]:
 # ---- The model's own module ----------------------------------------------------------------------
 
 
-def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager") -> Skeleton:
+def skeleton_of(checkpoint: Checkpoint, attn_implementation: str = "eager") -> Skeleton:
     """Return the model of the config.json in a folder, or next to a file, without weights.
 
     Raises:
+        FileNotFoundError: if there is no config.json.
         ModuleNotFoundError: if transformers is not installed.
         ValueError: if it has no such model, or cannot read the configuration.
     """
@@ -393,10 +393,16 @@ def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager"
 
     from parity.port.foreign.transformers import Skeleton
 
+    path = checkpoint.path
     folder = os.fspath(path) if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
     check_small_files(folder)
-    read_config(folder)
+    if checkpoint.config is None:
+        raise FileNotFoundError(
+            f"the folder of a model must have a config.json, and {folder} has none"
+        )
     with code_of_transformers(folder):
+        # transformers reads the file itself, because it changes some values while it does: the
+        # comparison is with the model that it makes of them.
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         return Skeleton(config, attn_implementation)
 

@@ -204,10 +204,10 @@ def _check_device(backends: Sequence[str], jobs: int, device: str) -> None:
     """Reject jobs and a device of torch that do not fit the backends."""
     if jobs < 1:
         raise InputError("jobs", "be at least 1", jobs=jobs)
-    if jobs > 1 and (alone := [name for name in backends if BACKENDS[name].has_own_device]):
-        raise InputError(
-            "jobs", f"be 1 with {', '.join(alone)}, whose device is one process's", jobs=jobs
-        )
+    with_own_device = [name for name in backends if BACKENDS[name].has_own_device]
+    if jobs > 1 and with_own_device:
+        names = ", ".join(with_own_device)
+        raise InputError("jobs", f"be 1 with {names}, whose device is one process's", jobs=jobs)
     if device != "cpu" and "torch" not in backends:
         raise InputError("device", "be cpu without the backend torch", device=device)
 

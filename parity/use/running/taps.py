@@ -17,14 +17,15 @@ from parity.port.tapping.record import load_tap
 from parity.use.running.report import Report, SkippedCase
 
 
-def compare_with(weights: str | os.PathLike[str], paths: Sequence[str]) -> dict[str, TapVerdict]:
-    """Compare recordings, files of `Tapped.save`, each with the folder of its model.
+def compare_with(folder: str | os.PathLike[str], paths: Sequence[str]) -> dict[str, TapVerdict]:
+    """Compare recordings, files of `Tapped.save`, with the folder of their model; return the
+    verdict on each by its path.
 
     Raises:
         OSError: if a file cannot be read.
         ValueError: if a file is not a recording of the model.
     """
-    specs, weights_by_layer = layers_in(weights)
+    specs, weights_by_layer = layers_in(folder)
     return {path: check_tap(load_tap(path), specs, weights_by_layer) for path in paths}
 
 

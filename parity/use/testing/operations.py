@@ -93,6 +93,7 @@ class _OperationObserver:
 
     def before(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Read the inputs, which the operation may overwrite."""
+        # Reading a tensor calls operations too, which are not the user's.
         if self._is_reading:
             return
         self._count += 1

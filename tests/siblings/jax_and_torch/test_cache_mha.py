@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import mha_jax
 import parity
-from mha_spec import Rope
+from mha_spec import Norm, Rope
 
 NUM_TOKENS = (
     6  # and slots; few and always the same shapes, because JAX compiles each operation per shape
@@ -148,7 +148,7 @@ def filled_cache(sibling, module, lengths, capacity=NUM_TOKENS):
 
 
 SHARED = parity.AttentionSpec(
-    24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope=Rope(500.0), window_size=3
+    24, 4, num_kv_heads=2, qk_norm=Norm(), rope=Rope(500.0), window_size=3
 )
 
 

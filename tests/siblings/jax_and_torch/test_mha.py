@@ -27,7 +27,7 @@ from helpers.samples import sample
 import mha_jax
 import mha_torch
 import parity
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Norm, Rope
 
 PATHS = ("function-plain", "function-fused", "module-plain", "module-fused")
 HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -680,7 +680,7 @@ def test_gate_multiplies_by_its_sigmoid(sibling):
 def test_context_norm_divides_by_its_rms(sibling):
     """A context norm without weights divides the context by its root mean square over the width."""
     plain = parity.AttentionSpec(8, 2, out_proj=False)
-    normed = plain.replace(context_norm=parity.Norm(over="width", weight=None, eps=1e-12))
+    normed = plain.replace(context_norm=Norm(over="width", weight=None, eps=1e-12))
     x = sibling.array(problem(plain)["query"])
     before, found = (
         sibling.numpy(filled(sibling, "MultiHeadAttention", spec)(x, x)[0]).astype(np.float64)
@@ -691,7 +691,7 @@ def test_context_norm_divides_by_its_rms(sibling):
 
 
 SOURCE = parity.AttentionSpec(
-    24, 6, num_kv_heads=2, qk_norm=parity.Norm(), rope=Rope(500.0), window_size=3
+    24, 6, num_kv_heads=2, qk_norm=Norm(), rope=Rope(500.0), window_size=3
 )
 
 

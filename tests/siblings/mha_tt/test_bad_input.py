@@ -17,7 +17,7 @@ from helpers.samples import sample
 
 import mha_tt
 import parity
-from mha_spec import Latent
+from mha_spec import Alibi, Latent, Norm, RelativeBias, RelativeProducts
 
 SPEC = parity.AttentionSpec(8, 2)
 ROPE_SPEC = parity.AttentionSpec(8, 2, rope=parity.Rope(100.0))
@@ -503,8 +503,8 @@ def test_invalid_module_configuration_raises(device, kind, name):
 # ---- Stages --------------------------------------------------------------------------------------
 
 HEADS = ones(2, 2, 3, 32)
-RELATIVE = parity.AttentionSpec(8, 2, relative_bias=parity.RelativeBias(8, 8))
-PRODUCTS = parity.AttentionSpec(8, 2, relative_products=parity.RelativeProducts(1, 2))
+RELATIVE = parity.AttentionSpec(8, 2, relative_bias=RelativeBias(8, 8))
+PRODUCTS = parity.AttentionSpec(8, 2, relative_products=RelativeProducts(1, 2))
 STAGES = {
     "scores head_dim": (
         "attention_scores",
@@ -540,7 +540,7 @@ STAGES = {
         "apply_norm",
         {
             "x": lambda device: NOT_TENSORS["rows"][0]((2, 2, 3, 32), device),
-            "norm": parity.Norm(weight=None),
+            "norm": Norm(weight=None),
         },
         refuses_type("x", {"x.layout": ...}),
     ),
@@ -645,7 +645,7 @@ STEPS = {
     ),
     "soft cap": ({"spec": parity.AttentionSpec(64, 2, soft_cap=1.0)}, refuses("spec", spec=...)),
     "alibi": (
-        {"spec": parity.AttentionSpec(64, 2, alibi=parity.Alibi())},
+        {"spec": parity.AttentionSpec(64, 2, alibi=Alibi())},
         refuses("spec", spec=...),
     ),
     "batch": (

@@ -24,6 +24,7 @@ from helpers.tt.formulas import (
 
 import mha_tt
 import parity
+from mha_spec import Norm
 from mha_tt import device as devices
 from mha_tt.kernels.nonfinite import contained
 
@@ -101,7 +102,7 @@ def test_shared_keys_use_source_cache(device, window_size, steps, page_size):
         24,
         4,
         num_kv_heads=2,
-        qk_norm=parity.Norm(),
+        qk_norm=Norm(),
         rope=parity.Rope(500.0),
         window_size=window_size,
     )

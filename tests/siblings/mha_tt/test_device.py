@@ -16,6 +16,7 @@ from helpers.tt.formulas import both_dtypes, every_dtype, module_of, rounded, ro
 
 import mha_tt
 import parity
+from mha_spec import RelativeBias
 from mha_tt import device as devices
 from mha_tt.device import with_bfloat16_sums
 from mha_tt.kernels.fused import may_zero_rows
@@ -592,7 +593,7 @@ def test_sinks_and_relative_bias_round_trip(device):
     """With a bfloat8_b layer, the relative bias is held in bfloat16; it and sinks are downloaded
     bit for bit.
     """
-    spec = replace(SPECS["4x2x12"], sinks=True, relative_bias=parity.RelativeBias(8, 8))
+    spec = replace(SPECS["4x2x12"], sinks=True, relative_bias=RelativeBias(8, 8))
     weights = rounded_weights(spec, ttnn.bfloat16)
     held = mha_tt.upload_weights(weights, spec, device=device, dtype=ttnn.bfloat8_b)
     assert (held["relative_bias"].dtype, tuple(held["relative_bias"].shape)) == (

@@ -28,6 +28,7 @@ from helpers.tt.formulas import (
 
 import mha_tt
 import parity
+from mha_spec import Temperature
 from mha_tt import device as devices
 
 PATHS = ("function-plain", "function-fused", "module-plain", "module-fused")
@@ -168,7 +169,7 @@ def test_temperature_keeps_the_dtype(device, dtype):
     """A temperature is a product in the dtype of the queries, and no operation where it is 1."""
     x = mha_tt.upload(np.ones((2, 1, 4, 32)), device=device, dtype=dtype)
     positions = np.array([[0, 2, 3, 6], [7, 10, 27, 30]])
-    temperature = parity.Temperature(4, 1.0 / math.log(2.0), first_position=1)
+    temperature = Temperature(4, 1.0 / math.log(2.0), first_position=1)
     found = mha_tt.download(mha_tt.apply_temperature(x, positions, temperature))
     expected = np.array([[1.0, 1.0, 2.0, 2.0], [1.0 + math.log2(3.0)] * 2 + [4.0] * 2])
     assert_close(found, np.broadcast_to(expected[:, None, :, None], found.shape), dtype)
@@ -178,7 +179,7 @@ def test_temperature_keeps_the_dtype(device, dtype):
 @both_dtypes
 def test_temperature_counts_with_rope(device, dtype):
     """With RoPE and a temperature, both count positions from zero."""
-    spec = parity.AttentionSpec(8, 2, rope=parity.Rope(), temperature=parity.Temperature(4))
+    spec = parity.AttentionSpec(8, 2, rope=parity.Rope(), temperature=Temperature(4))
     module = mha_tt.MultiHeadAttention(spec, device=device, dtype=dtype)
     tokens = mha_tt.upload(
         np.random.default_rng(0).standard_normal((1, 5, 8)), device=device, dtype=dtype

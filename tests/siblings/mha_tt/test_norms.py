@@ -7,7 +7,7 @@ from helpers.tt.formulas import assert_close
 
 import mha_tt
 import parity
-from parity import Norm
+from mha_spec import Norm
 
 pytestmark = pytest.mark.board
 

@@ -381,6 +381,35 @@ def test_cached_nan_spoils_only_later_tokens(device, chunks, dtype):
     assert np.array_equal(outputs[1][~is_spoilt], outputs[0][~is_spoilt])
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_step_over_nan_slot_is_nan(device, name, value):
+    """A step of a contained kernel is not finite for the heads and sequences with a filled slot
+    that is not finite; a free slot changes no bit.
+    """
+    spec = AttentionSpec(N * H, N, num_kv_heads=K, out_proj=False)
+    module = module_of("MultiHeadAttentionWithCache", spec, device)
+    module.kernel = contained(module.kernel)
+    rng = np.random.default_rng(4)
+    slots = {part: rng.standard_normal((B, K, 32, H)) for part in ("keys", "values")}
+    x = mha_tt.upload(rng.standard_normal((B, 1, N * H)), device=device)
+    outputs = []
+    for slot in (None, 20, TOKEN):
+        spoilt = {part: array.copy() for part, array in slots.items()}
+        if slot is not None:
+            spoilt[name][0, 1, slot] = value
+        tensors = {part: mha_tt.upload(array, device=device) for part, array in spoilt.items()}
+        cache = mha_tt.KVCache(**tensors, lengths=np.array([8, 30], np.int32), capacity=32)
+        outputs.append(mha_tt.download(module(x, cache)[0]))
+    clean, free, filled = outputs
+    assert np.isfinite(clean).all()
+    assert np.array_equal(free, clean)
+    is_spoilt = np.zeros(clean.shape, bool)
+    is_spoilt[0, 0, N * H // 2 :] = True  # the heads of the second key/value head
+    assert not np.isfinite(filled[is_spoilt]).any()
+    assert np.array_equal(filled[~is_spoilt], clean[~is_spoilt])
+
+
 # ---- Costs ---------------------------------------------------------------------------------------
 
 LOOKS = {"ttnn.isfinite", "ttnn.cumsum"}
@@ -421,12 +450,20 @@ def test_unmasked_call_skips_nan_search(device, calls, options):
 
 
 def test_step_skips_nan_search(device, calls):
-    """A step does not search for non-finite values."""
-    module = module_of("MultiHeadAttentionWithCache", SPECS["rope"], device)
-    _, cache = module(mha_tt.upload(tokens(ttnn.bfloat16), device=device), module.init_cache(2, 8))
-    calls.clear()
-    module(mha_tt.upload(tokens(ttnn.bfloat16, seq_len=1), device=device), cache)
-    assert not LOOKS & {call.name for call in calls}
+    """A step does not search for non-finite values; with a contained kernel it is the step of its
+    kernel.
+    """
+    names = []
+    for kind in (module_of, contained_module):
+        of_kind = {"spec": SPECS["rope"]} if kind is module_of else {}
+        module = kind("MultiHeadAttentionWithCache", device=device, dtype=ttnn.bfloat16, **of_kind)
+        prompt = mha_tt.upload(tokens(ttnn.bfloat16), device=device)
+        _, cache = module(prompt, module.init_cache(2, 8))
+        calls.clear()
+        module(mha_tt.upload(tokens(ttnn.bfloat16, seq_len=1), device=device), cache)
+        names.append([call.name for call in calls])
+    assert not LOOKS & set(names[0])
+    assert names[0] == names[1]
 
 
 @pytest.mark.board

@@ -10,6 +10,7 @@ from helpers.tt.formulas import assert_close, layer, module_of, rounded, rounded
 
 import mha_tt
 import parity
+from mha_spec import Norm
 from mha_tt import device as devices
 from mha_tt.decode.slots import first_slots
 
@@ -18,7 +19,7 @@ LAYERS = {
     "no RoPE": parity.AttentionSpec(64, 4, num_kv_heads=2),
     "many heads": parity.AttentionSpec(64, 32, num_kv_heads=8, rope=ROPE),
     "sinks": parity.AttentionSpec(64, 4, rope=ROPE, sinks=True),
-    "norms": parity.AttentionSpec(64, 4, rope=ROPE, qk_norm=parity.Norm()),
+    "norms": parity.AttentionSpec(64, 4, rope=ROPE, qk_norm=Norm()),
     "window": parity.AttentionSpec(64, 4, rope=ROPE, window_size=40),
 }
 CAPACITY = 120

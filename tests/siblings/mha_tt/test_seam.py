@@ -13,6 +13,7 @@ from helpers.tt.formulas import assert_close, module_of, rounded
 
 import mha_tt
 import parity
+from mha_spec import Alibi, Latent
 from mha_spec.heads import BareHeads
 from mha_tt import stages
 from mha_tt.kernels import fused
@@ -25,7 +26,7 @@ LATENT = parity.AttentionSpec(
     4,
     head_dim=48,
     rope=parity.Rope(rotary_dim=16, rotated="last"),
-    latent=parity.Latent(32, rope_dim=16),
+    latent=Latent(32, rope_dim=16),
 )
 KERNEL, KERNEL_OF_STEP = (
     f"ttnn.transformer.scaled_dot_product_attention{suffix}" for suffix in ("", "_decode")
@@ -153,7 +154,7 @@ UNSUPPORTED = {
     "bare heads": (ttnn.bfloat16, 20, 20, {}),
     "wide values": (ttnn.bfloat16, 32, 64, {}),
     "soft cap": (ttnn.bfloat16, 32, 32, {"spec": parity.AttentionSpec(128, 4, soft_cap=5.0)}),
-    "ALiBi": (ttnn.bfloat16, 32, 32, {"spec": parity.AttentionSpec(128, 4, alibi=parity.Alibi())}),
+    "ALiBi": (ttnn.bfloat16, 32, 32, {"spec": parity.AttentionSpec(128, 4, alibi=Alibi())}),
     "dropout": (ttnn.bfloat16, 32, 32, {"dropout": 0.5, "seed": 3}),
     "a given dropout": (
         ttnn.bfloat16,

@@ -18,7 +18,7 @@ from helpers.tt.formulas import IS_MOCK, assert_close, module_of, rotate, rounde
 
 import mha_tt
 import parity
-from mha_spec import DynamicScaling
+from mha_spec import DynamicScaling, Gate, Latent, Norm, Temperature
 from mha_tt import device as devices
 from mha_tt.decode.places import RotaryTable
 
@@ -44,8 +44,8 @@ LAYERS = {
         64, 4, rope=ROPE, sinks=True, out_proj=False
     ),
     "clipped": parity.AttentionSpec(64, 4, clip_qkv=0.5),
-    "norms": parity.AttentionSpec(64, 4, rope=ROPE, qk_norm=parity.Norm()),
-    "gate": parity.AttentionSpec(64, 4, rope=ROPE, gate=parity.Gate()),
+    "norms": parity.AttentionSpec(64, 4, rope=ROPE, qk_norm=Norm()),
+    "gate": parity.AttentionSpec(64, 4, rope=ROPE, gate=Gate()),
     "frequencies by length": parity.AttentionSpec(
         64, 4, rope=parity.Rope(scaling=DynamicScaling(4.0, 6))
     ),
@@ -54,13 +54,13 @@ LAYERS = {
         4,
         head_dim=48,
         rope=parity.Rope(rotary_dim=16, rotated="last"),
-        latent=parity.Latent(32, rope_dim=16),
+        latent=Latent(32, rope_dim=16),
     ),
 }
 OTHERWISE = {  # steps that need another kernel, or factors computed on the host
     "window": parity.AttentionSpec(64, 4, rope=ROPE, window_size=4),
     "soft cap": parity.AttentionSpec(64, 4, rope=ROPE, soft_cap=20.0),
-    "temperature": parity.AttentionSpec(64, 4, rope=ROPE, temperature=parity.Temperature(2, 0.5)),
+    "temperature": parity.AttentionSpec(64, 4, rope=ROPE, temperature=Temperature(2, 0.5)),
     "values of another width": parity.AttentionSpec(64, 2, value_head_dim=48),
 }
 HOST = {"ttnn.to_device", "ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}

@@ -60,9 +60,12 @@ __all__ = [
     "edited_layer",
     "known_bugs",
     "low_products",
+    "own_bugs",
     "page_by_bug",
     "page_by_known_bug",
     "permuted_heads",
+    "precision_bugs",
+    "structural_bugs",
 ]
 
 MASK, QKV, CACHE, SCORES, ATTN_WEIGHTS, CONTEXT, OUTPUT = (
@@ -149,9 +152,11 @@ TOPICS = (
     _topic(caches.caches, CACHE),
     _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
     _topic(softmax.empty_rows, ATTN_WEIGHTS),
-    _topic(precision.rounded_parts, QKV, CACHE, SCORES, ATTN_WEIGHTS, OUTPUT),
 )
-"""All topics, in the order in which they are tried."""
+"""All topics but lost precision, in the order in which they are tried."""
+
+LOST_PRECISION = _topic(precision.rounded_parts, QKV, CACHE, SCORES, ATTN_WEIGHTS, OUTPUT)
+"""The bugs that only lose precision."""
 
 
 WITHOUT_LATENTS = frozenset(
@@ -181,6 +186,24 @@ def bugs_for(case: Case, steps: Collection[str] | None = None) -> list[Edit]:
 
 def known_bugs(case: Case, steps: Collection[str] | None = None) -> list[Edit]:
     """Return every bug of this package that a case could have, usual ones first; see `bugs_for`."""
+    return [*structural_bugs(case, steps), *precision_bugs(case, steps)]
+
+
+def precision_bugs(case: Case, steps: Collection[str] | None = None) -> list[Edit]:
+    """Return the known bugs that only lose precision; see `bugs_for`.
+
+    They are many, and explain only small errors.
+    """
+    return _bugs_of([LOST_PRECISION], case, steps)
+
+
+def structural_bugs(case: Case, steps: Collection[str] | None = None) -> list[Edit]:
+    """Return the other known bugs: those that change what a layer computes; see `bugs_for`."""
+    return _bugs_of(TOPICS, case, steps)
+
+
+def _bugs_of(topics: Iterable[Topic], case: Case, steps: Collection[str] | None) -> list[Edit]:
+    """Return the bugs of some topics that a case could have."""
     spec = case.spec
     left_out: frozenset[Any] = frozenset()
     if spec.shared_kv:
@@ -188,7 +211,7 @@ def known_bugs(case: Case, steps: Collection[str] | None = None) -> list[Edit]:
     elif spec.latent is not None:
         left_out = WITHOUT_LATENTS
     bugs: list[Edit] = []
-    for topic in TOPICS:
+    for topic in topics:
         is_relevant = steps is None or not topic.steps.isdisjoint(steps)
         if is_relevant and topic.bugs_of not in left_out:
             bugs += topic.bugs_of(case)

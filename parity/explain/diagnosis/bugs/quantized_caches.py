@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import CACHE_QUANTIZATION
-from parity.explain.diagnosis.bugs.record import Edit, Override, overriding
+from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.bugs.sites import after, always, for_names
 from parity.measure.core.case import Case
 from parity.measure.core.quantization import FIXED, LARGEST, SCALE_AXES, CacheQuantization
@@ -265,9 +265,10 @@ def _by_feature(scales: np.ndarray) -> np.ndarray:
 
 def with_scales(name: str, scales: np.ndarray) -> Edit:
     """Return the edit that stores and reads keys or values with other scales."""
-    return overriding(cache_scales=for_names((name,), always(scales)))
+    return Edit(overrides={"cache_scales": for_names((name,), always(scales))})
 
 
 def with_scales_when_read(name: str, factors: np.ndarray) -> Edit:
     """Return the edit that reads keys or values with multiples of their scales."""
-    return overriding(scales_when_read=for_names((name,), after(partial(np.multiply, factors))))
+    multiplied = after(partial(np.multiply, factors))
+    return Edit(overrides={"scales_when_read": for_names((name,), multiplied)})

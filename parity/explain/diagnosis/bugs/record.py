@@ -147,11 +147,6 @@ def pattern(
     return Edit(name, about, overrides, spec, numbers=numbers or {}, parameters=parameters)
 
 
-def overriding(**methods: Override) -> Edit:
-    """Return an edit without a name that overrides methods of the reference."""
-    return Edit(overrides=methods)
-
-
 def with_spec(spec: AttentionSpec) -> Edit:
     """Return an edit without a name that changes the specification of the layer."""
     return Edit(spec=spec)

@@ -45,7 +45,7 @@ def scale(case: Case) -> Iterator[Edit]:
             yield of_scores(
                 f"scale-{name}",
                 family.about.format(found=words + times, right=right_words + times),
-                of_spec(spec, scale=mscale_squared / divisor),
+                {"scale": always(divisor / mscale_squared)},
                 fix=fix,
                 page=family.page,
             )

@@ -160,6 +160,7 @@ def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:
 
 def _qk_norms(*, has_rope: bool) -> list[Norm]:
     """Return kinds of norms of queries and keys."""
+    # An eps of 0.01 is far larger than those of models, so that another one shows.
     norms = [
         Norm(eps=0.01),
         Norm("layer", weight="1+w", bias=True, eps=0.01),
@@ -173,13 +174,16 @@ def _qk_norms(*, has_rope: bool) -> list[Norm]:
 
 def _perhaps_latent(spec: AttentionSpec, choose: Callable[..., Any]) -> AttentionSpec:
     """Return one layer in six with latents instead of the fields that exclude them."""
+    # The ranks 20 and 12 are a choice: sizes that heads do not have.
     latent = choose(*[None] * 5, Latent(20, spec.head_dim // 2, choose(None, 12), eps=0.01))
+    # Half of the features of a head are rotated: below 8 these would be fewer than two pairs.
     if latent is None or spec.head_dim < 8 or spec.d_kv != spec.d_in:
         return spec
     rope = spec.rope
     if rope is not None:
         rope = Rope(rope.theta, rotary_dim=latent.rope_dim, rotated="last", pairs=rope.pairs)
     without = {"fused_qkv": False, "qk_norm": None, "v_norm": None, "clip_qkv": None}
+    # One projection makes the latents of keys and values.
     q_bias, kv_bias, _ = spec.qkv_biases
     biases = (q_bias, kv_bias, kv_bias)
     return replace(

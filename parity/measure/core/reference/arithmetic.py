@@ -263,6 +263,7 @@ def _with_shared_exponents(x: np.ndarray, axis: int) -> np.ndarray:
     padding = [(0, 0)] * (x.ndim - 1) + [(0, num_blocks * SHARED - size)]
     blocks = np.pad(x, padding).reshape(*x.shape[:-1], num_blocks, SHARED)
     _, exponent = np.frexp(np.abs(blocks).max(axis=-1, keepdims=True))
+    # Next to the sign a value has 7 bits, of which the largest value of a block uses the highest.
     step = np.ldexp(np.ones_like(blocks, shape=exponent.shape), exponent - 7)
     rounded = (np.rint(blocks / step) * step).reshape(*x.shape[:-1], num_blocks * SHARED)
     return np.moveaxis(rounded[..., :size], -1, axis)

@@ -17,6 +17,9 @@ from parity.measure.core.stages import Values
 class Backward:
     """Gradients of sum(output * cotangent) of a layer.
 
+    In its methods `d_x` is the gradient of x, and `a` the arithmetic: `a.widen` and `a.wide` are
+    for sums, `a.keep` rounds what the layer would store.
+
     Attributes:
         layer: layer to differentiate.
         fused: recompute the scores, like fused kernels.
@@ -166,6 +169,7 @@ class Backward:
         """
         layer, a, rank = self.layer, self.arithmetic, self.layer.latent().kv_rank
         entered = self.entered("query")
+        # Latents have an axis of one head, (B, 1, S, rank + rope_dim).
         latents = layer.latents(entered, positions)[:, 0]
         compressed = layer.linear("kv_a_proj", entered)
         own_features = layer.problem.spec.head_dim - (latents.shape[-1] - rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ def without_scores(layer: Layer) -> dict[str, np.ndarray]:
     for rows in _blocks(layer.problem):
         layer_of_rows = Layer(_with_bias_of(rows, layer.problem), layer.arithmetic)
         block = {**values, "mask": values["mask"][:, :, rows], "q": values["q"][:, :, rows]}
+        # The rows are also the positions of their queries, with an axis of sequences.
         block |= layer_of_rows.scores(block, rows[None])
         block |= layer_of_rows.attn_weights(block)
         contexts.append(layer_of_rows.context(block)["context"])
@@ -43,5 +45,6 @@ def _blocks(problem: Problem) -> Iterator[np.ndarray]:
     """Yield the query tokens in blocks of similar size."""
     case = problem.case
     num_scores = case.batch * case.spec.num_heads * case.seq_len * case.key_len
-    num_blocks = -(-num_scores // BLOCK)
+    num_blocks = math.ceil(num_scores / BLOCK)
+    # A block has at least one token.
     yield from np.array_split(np.arange(case.seq_len), min(num_blocks, case.seq_len))

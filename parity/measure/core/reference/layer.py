@@ -512,6 +512,7 @@ class Layer:
     def distance_vectors(self, name: str) -> np.ndarray:
         """Return the vectors of all buckets, (N or 1, num_buckets, H)."""
         table = self.arithmetic.widen(self.parameter(name))
+        # Its first axis is that of the buckets: (num_buckets, N, H), or (num_buckets, H).
         if self.distance_record().per_head:
             return table.swapaxes(0, 1)
         return table[None]
@@ -608,6 +609,7 @@ class Layer:
         scaling = spec.rope.scaling
         if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
             return 1.0
+        # YaRN's factor: 0.1 ln(s) + 1, arXiv:2309.00071.
         return 1.0 + 0.1 * scaling.mscale_all_dim * np.log(max(scaling.factor, 1.0))
 
     def capped(self, scores: np.ndarray) -> np.ndarray:

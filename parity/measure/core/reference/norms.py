@@ -12,7 +12,10 @@ from mha_spec import Norm
 
 
 def standardised(x: np.ndarray, norm: Norm) -> tuple[np.ndarray, np.ndarray]:
-    """Return x̂ and s of wide features along the last axis."""
+    """Return x̂ = x / s, with mean 0 for a layer norm, and s, its root mean square with eps.
+
+    The features, in the arithmetic's wide dtype, are on the last axis.
+    """
     if norm.kind == "layer":
         x = x - x.mean(axis=-1, keepdims=True)
     s = np.sqrt((x * x).mean(axis=-1, keepdims=True) + x.dtype.type(norm.eps))

@@ -76,6 +76,8 @@ def amplitude(rope: Rope) -> float:
     stretch = math.log(max(scaling.factor, 1.0))
     if isinstance(scaling, LongRopeScaling):
         return math.sqrt(1 + stretch / math.log(scaling.original_length))
+    # YaRN: 0.1 ln(s) + 1 (arXiv:2309.00071). DeepSeek divides it by another such factor, by whose
+    # square it multiplies the logits.
     if scaling.mscale is None or scaling.mscale_all_dim is None:
         return 1 + stretch / 10
     return (1 + scaling.mscale * stretch / 10) / (1 + scaling.mscale_all_dim * stretch / 10)
@@ -120,20 +122,23 @@ def _scaled(
 
 
 def _places_in_series(rope: Rope, head_dim: int) -> list[tuple[int, int]]:
-    """Return the place of each pair in the series of its frequency.
-
-    Each comes with the number of features of that series.
+    """Return the place p of each pair in a series of frequencies, theta ** (-2 p / H), with H, the
+    number of features of that series.
     """
-    count, sections = count_rotated(rope, head_dim), rope.sections or ()
+    count = count_rotated(rope, head_dim)
+    sections = rope.sections or ()
     if rope.section_frequencies == "shared":
         return [(pair, count) for pair in range(count // 2)]
-    places, num_earlier = list[tuple[int, int]](), [0] * len(sections)
+    places: list[tuple[int, int]] = []
+    num_earlier = [0] * len(sections)
     for axis in axes(rope, head_dim):
-        place = num_earlier[axis]  # within the section
+        place_in_section = num_earlier[axis]
         if rope.section_frequencies == "own":
-            places.append((place, 2 * sections[axis]))
+            # Each section has a series of its own, over its pairs alone.
+            places.append((place_in_section, 2 * sections[axis]))
         else:
-            places.append((len(sections) * place + axis, count))
+            # The sections take the frequencies of one series in turn.
+            places.append((len(sections) * place_in_section + axis, count))
         num_earlier[axis] += 1
     return places
 

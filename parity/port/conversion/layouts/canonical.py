@@ -40,6 +40,7 @@ def shapes_in(layout: Layout, spec: AttentionSpec) -> dict[str, tuple[int, ...]]
     Raises:
         ValueError: if the layout cannot represent the layer.
     """
+    # The first form that can represent a layer is the one that is written.
     return placements(spec, layout)[0].shapes
 
 

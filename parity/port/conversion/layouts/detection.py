@@ -120,14 +120,20 @@ def _missing_heads(form: Iterable[Tensor], names: Collection[str]) -> list[str]:
 
     All such tensors have as many heads as the one with the most.
     """
-    names_by_head = {tensor: matches(tensor.name, names) for tensor in form if tensor.is_per_head}
-    num_heads = max(map(len, names_by_head.values()), default=0)
-    missing = []
-    for tensor, present in names_by_head.items():
+    present_names: dict[Tensor, set[str]] = {}
+    num_heads = 0
+    for tensor in form:
+        if tensor.is_per_head:
+            present_names[tensor] = matches(tensor.name, names)
+            num_heads = max(num_heads, len(present_names[tensor]))
+    missing: list[str] = []
+    for tensor, present in present_names.items():
         if not present:  # an absent bias
             continue
-        expected = [tensor.name.format(n=head) for head in range(num_heads)]
-        missing += [name for name in expected if name not in present]
+        for head in range(num_heads):
+            name = tensor.name.format(n=head)
+            if name not in present:
+                missing.append(name)
     return missing
 
 
@@ -144,6 +150,7 @@ def _check_score_biases(names: Iterable[str], layout: Layout) -> None:
         )
 
 
+# More than the kinds of layers times the layouts of most files.
 @lru_cache(maxsize=1024)
 def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
     """Place a layer in each form of a layout that can represent it.
@@ -281,10 +288,12 @@ def find_placement(
     unnamed = set(own_shapes)
     for placement in possible:
         unnamed -= placement.shapes.keys()
+    # Before the other names, because its error says how to drop the biases.
     _check_score_biases(unnamed, layout)
     for placement in possible:
         if placement.shapes == own_shapes:
             return placement
+    # The error compares with the form that has the most names in common.
     nearest = min(possible, key=lambda placement: len(placement.shapes.keys() ^ own_shapes.keys()))
     raise _not_of(layout, _difference(own_shapes, nearest.shapes))
 
@@ -323,18 +332,25 @@ def stack_sizes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> dict[i
     stacked = (*num_axes, *names_of(layout.others, shapes))
     sizes_by_axis = {}
     for axis in sorted({0, layout.stack_axis}):
-        sizes = {shapes[name][axis] for name in stacked if len(shapes[name]) > axis}
-        is_axis_of_all = all(len(shapes[name]) > axis for name in stacked)
-        if is_axis_of_all and len(sizes) == 1 and 1 <= min(sizes) <= MOST_LAYERS:
-            (sizes_by_axis[axis],) = sizes
+        sizes = _sizes_on(axis, stacked, shapes)
+        if len(sizes) == len(stacked) and len({*sizes}) == 1 and 1 <= sizes[0] <= MOST_LAYERS:
+            sizes_by_axis[axis] = sizes[0]
     if not sizes_by_axis:
-        sizes = {shapes[name][layout.stack_axis : layout.stack_axis + 1] for name in stacked}
         raise InputError(
             "stacked tensors",
             f"have the same number of layers, from 1 to {MOST_LAYERS}",
-            str(sorted(itertools.chain(*sizes))),
+            str(sorted({*_sizes_on(layout.stack_axis, stacked, shapes)})),
         )
     return sizes_by_axis
+
+
+def _sizes_on(axis: int, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """Return the size of each tensor on an axis, without those that do not have it."""
+    sizes: list[int] = []
+    for name in names:
+        if axis < len(shapes[name]):
+            sizes.append(shapes[name][axis])
+    return sizes
 
 
 def fits_layer(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
@@ -429,7 +445,11 @@ def _check_not_of_rank(fitting: list[AttentionSpec], layout: Layout) -> None:
         return
     first = fitting[0]
     rule = f"be given for {layout.name} if num_heads * head_dim is not d_model, as in a rank's file"
-    sizes = {name: getattr(first, name) for name in ("num_heads", "head_dim", "d_model")}
+    sizes = {
+        "num_heads": first.num_heads,
+        "head_dim": first.head_dim,
+        "d_model": first.d_model,
+    }
     raise LayoutMismatchError("head_dim", rule, sizes)
 
 

@@ -114,6 +114,7 @@ class Tensor:
     def groups(self) -> list[list[str]]:
         """Return its axes, each as a list of letters; an axis of size 1 is empty."""
         groups = []
+        # An axis is a letter, or several in parentheses.
         for inside, outside in re.findall(r"\(([^)]*)\)|(\S+)", self.axes):
             letters = (inside or outside).split()
             groups.append([letter for letter in letters if letter != "1"])
@@ -497,7 +498,10 @@ def _has_weights(value: Any) -> bool:
 
 def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """Return a layer without the features with these names of `CARRIED`."""
-    return _with_carried(spec, dict.fromkeys(set(names) & {*CARRIED}))
+    left_out = set(names) & {*CARRIED}
+    if not left_out:
+        return spec
+    return _with_carried(spec, dict.fromkeys(left_out))
 
 
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:

@@ -17,10 +17,10 @@ _EACH_HEAD = {**EINSUM, "heads": "n d h"}
 
 def _scales(leaf: str = "scale", **names: str) -> tuple[Tensor, ...]:
     """Return norms that have a weight of that name, and no bias."""
-    return tuple(
-        Tensor(f"{theirs}.{leaf}", f"{ours}.weight", "whole", "...")
-        for ours, theirs in names.items()
-    )
+    norms: list[Tensor] = []
+    for ours, theirs in names.items():
+        norms.append(Tensor(f"{theirs}.{leaf}", f"{ours}.weight", "whole", "..."))
+    return tuple(norms)
 
 
 def _weights(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -46,11 +46,15 @@ def _of_latents(
 ) -> Layout:
     """Return a layout of latents, by its remaining projections, in each of its forms."""
     remaining = separate("q_proj", "", "", "o_proj")
+    tensors_of_forms: list[tuple[Tensor, ...]] = []
+    for form in forms:
+        tensors = [tensor for tensor in remaining if tensor.holds in form]
+        tensors_of_forms.append(tuple(tensors))
     return _layout(
         name,
         f"the projections of latents: kv_a_proj_with_mqa, kv_b_proj, o_proj, and q_a_proj, {words}",
         file,
-        *[tuple(tensor for tensor in remaining if tensor.holds in form) for form in forms],
+        *tensors_of_forms,
         others=optional(
             ("q_a_proj", "q_b_proj", "kv_b_proj"),
             kv_a_proj="kv_a_proj_with_mqa",

@@ -95,7 +95,11 @@ class Placement:
     @cached_property
     def _sizes(self) -> dict[Tensor, dict[str, int]]:
         """Return the axis sizes of tensors with heads, by letter."""
-        return {tensor: self._sizes_in(tensor) for tensor in self.tensors if not tensor.is_whole}
+        sizes: dict[Tensor, dict[str, int]] = {}
+        for tensor in self.tensors:
+            if not tensor.is_whole:
+                sizes[tensor] = self._sizes_in(tensor)
+        return sizes
 
     def _sizes_in(self, tensor: Tensor) -> dict[str, int]:
         spec, letters = self.spec, {*tensor.holds}
@@ -170,7 +174,11 @@ class Placement:
         axes = tensor.logical
         if tensor.is_per_head:
             axes = axes.replace("n ", "")
-        sizes = {axis: self._sizes[tensor][axis] for axis in axes.split() if axis in "nh"}
+        # The number of heads or their features, as far as they are axes, determine the other sizes.
+        sizes: dict[str, int] = {}
+        for axis in ("n", "h"):
+            if axis in axes.split():
+                sizes[axis] = self._sizes[tensor][axis]
         if tensor.has_projection_axis:
             # Projections are selected: joining their axis with that of heads might copy.
             projections = einops.rearrange(array, f"{tensor.axes} -> p {axes}", **sizes)
@@ -209,7 +217,10 @@ def head_counts(tensor: Tensor, spec: AttentionSpec) -> list[int]:
     letters = tensor.holds
     if tensor.is_shared:
         letters = letters[0]
-    return [spec.num_kv_heads if letter in "kv" else spec.num_heads for letter in letters]
+    counts: list[int] = []
+    for letter in letters:
+        counts.append(spec.num_kv_heads if letter in "kv" else spec.num_heads)
+    return counts
 
 
 def padded_width(head_dim: int, rope: bool) -> int:

@@ -75,7 +75,8 @@ projections and an output.
 """
 
 OF_BLOCKS = re.compile(
-    r"mlp|ffn|feed|fc\d|expert|moe|router|emb|conv|lm_head|intermediate|(?<![a-z])(up|down)(?![a-z])"
+    r"mlp|ffn|feed|fc\d|expert|moe|router|emb|conv|lm_head|intermediate|"
+    r"(?<![a-z])(up|down)(?![a-z])"
 )
 """Parts of names in a block that are neither attention nor norms."""
 
@@ -222,7 +223,8 @@ class _Guess:
 def _biases_of(name: str, tensors: Shapes) -> list[str]:
     """Return the biases in the module of a weight."""
     module = re.sub(r"[._]?(weight|kernel|w)$", "", name)
-    return [bias for bias in (f"{module}.bias", f"{module}_bias", f"{module}.b") if bias in tensors]
+    usual_names = (f"{module}.bias", f"{module}_bias", f"{module}.b")
+    return [name for name in usual_names if name in tensors]
 
 
 def _words(name: str) -> dict[str, None]:
@@ -305,7 +307,10 @@ def _add_output(roles: _Roles, named: list[str], tensors: Shapes) -> None:
         named: the weights that usual words name as an output.
         tensors: all tensors under the prefix.
     """
-    num_axes = [len(tensors[name]) for name, holds in roles.weights.items() if "q" in holds]
+    num_axes: list[int] = []
+    for name, holds in roles.weights.items():
+        if "q" in holds:
+            num_axes.append(len(tensors[name]))
     fitting = []
     for name in _possible_matrices(tensors):
         is_free = name not in roles.weights and len(tensors[name]) in num_axes
@@ -520,7 +525,9 @@ def _may_be_of_attention(name: str, candidate: _Guess) -> bool:
     sizes = []
     for weight in roles.weights:
         sizes += candidate.tensors[weight]
-    return any(shape and shape[0] and size % shape[0] == 0 for size in sizes)
+    if not shape or shape[0] == 0:
+        return False
+    return any(size % shape[0] == 0 for size in sizes)
 
 
 def _lines(table: Mapping[str, Any]) -> Iterator[str]:

@@ -34,14 +34,13 @@ def separate(
         biases: axes of its bias.
         back: axes of the weight of the output.
     """
-    names = {"q": q, "k": k, "v": v}
-    weights = [Tensor(f"{name}.{leaf}", letter, "weight", heads) for letter, name in names.items()]
-    biases_of_qkv = [
-        Tensor(f"{name}.bias", letter, "bias", biases) for letter, name in names.items()
-    ]
     return (
-        *weights,
-        *biases_of_qkv,
+        Tensor(f"{q}.{leaf}", "q", "weight", heads),
+        Tensor(f"{k}.{leaf}", "k", "weight", heads),
+        Tensor(f"{v}.{leaf}", "v", "weight", heads),
+        Tensor(f"{q}.bias", "q", "bias", biases),
+        Tensor(f"{k}.bias", "k", "bias", biases),
+        Tensor(f"{v}.bias", "v", "bias", biases),
         Tensor(f"{out}.{leaf}", "out", "weight", back),
         Tensor(f"{out}.bias", "out", "bias", "e"),
     )

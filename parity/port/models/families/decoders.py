@@ -230,9 +230,11 @@ def _rope_of_hunyuan(layer: ConfigLayer) -> Value:
     if kind is None or kind.value != "dynamic":
         other_kind = None if kind is None else kind.value
         raise InputError("alpha", "be that of rope_type dynamic", repr(other_kind))
-    # transformers ignores these keys if there is an alpha.
+    # transformers ignores these keys if there is an alpha, so they count as read.
     values.find("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     base = values.find("rope_theta") or layer.config.read("rope_theta")
+    # "NTK-aware": the lowest frequency, theta ** -((H - 2) / H), is divided by alpha, and the
+    # highest one, 1, stays.
     theta = base.value * alpha.value ** (size / (size - 2))
     return Value(Rope(theta), f"{base.origin} * {alpha.origin} ** (H / (H - 2))")
 
@@ -263,6 +265,7 @@ def _rope_of_cohere2_moe(layer: ConfigLayer) -> Value:
     """Return RoPE for layers with a window, and for those of the dense prefix if all of it has full
     attention.
     """
+    # Keys of all layers are read, so that they count as read whatever the kind of this one.
     rotation = rope(pairs="interleaved")(layer)
     period = layer.config.read("prefix_dense_sliding_window_pattern", default=1)
     types = layer.config.find("mlp_layer_types")
@@ -273,6 +276,7 @@ def _rope_of_cohere2_moe(layer: ConfigLayer) -> Value:
         is_dense = entry_of(types, layer.index) == "dense"
     if layer.kind == "sliding_attention":
         return rotation
+    # With a period of 1 each layer of the prefix is the last of its period: full attention.
     if not is_dense or period.value != 1:
         return NOTHING
     return Value.derived(rotation.value, rotation, period)

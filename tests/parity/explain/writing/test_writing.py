@@ -39,7 +39,7 @@ from safetensors.numpy import load_file
 import mha_jax
 import mha_torch
 import parity
-from mha_spec import AttentionSpec, Latent, Llama3Scaling, Norm, Rope
+from mha_spec import AttentionSpec, Gate, Latent, Llama3Scaling, Norm, Rope
 from parity.explain.writing import source_of, written
 from parity.explain.writing.check import check_of
 from parity.explain.writing.specialize import Decision, specialize
@@ -578,12 +578,10 @@ LAYERS = (
         num_kv_heads=2,
         qk_norm=Norm(weight="1+w"),
         rope=Rope(),
-        gate=parity.Gate(),
+        gate=Gate(),
         **NO_BIAS,
     ),
-    AttentionSpec(
-        64, 8, num_kv_heads=2, qk_norm=Norm(), rope=Rope(), gate=parity.Gate(), **NO_BIAS
-    ),
+    AttentionSpec(64, 8, num_kv_heads=2, qk_norm=Norm(), rope=Rope(), gate=Gate(), **NO_BIAS),
 )
 
 

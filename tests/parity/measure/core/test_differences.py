@@ -21,7 +21,7 @@ from parity.measure.core import reference
 from parity.measure.core.case import Case
 from parity.measure.core.problem import make_problem
 from parity.measure.core.stages import run_steps
-from parity.measure.core.weights import dtype_named
+from parity.measure.core.weights import dtype_named, save_tensors
 from parity.port.conversion.roles import roles
 from parity.use.cli.main import main
 
@@ -773,7 +773,7 @@ def test_differing_layer_of_three_is_shown(tmp_path, capsys):
             f"h.{i}.{key}": x for i, weights in enumerate(every) for key, x in weights.items()
         }
         paths.append(str(tmp_path / f"{name}.safetensors"))
-        parity.save_tensors(paths[-1], tensors, {})
+        save_tensors(paths[-1], tensors, {})
     arguments = [*paths, "--from", "canonical", "--prefix", "h.{i}", "--num-heads", "4"]
     assert main(["verify", *arguments]) == 1
     out = " ".join(capsys.readouterr().out.split())

@@ -21,8 +21,16 @@ import mha_jax
 import mha_torch
 import parity
 from mha_spec import InputError, Rope
-from parity import AttentionSpec, check_weights, load_tensors, random_weights, save_tensors
-from parity.measure.core.weights import load_weights, pack_qkv, save_weights, unpack_qkv
+from parity import AttentionSpec, random_weights
+from parity.measure.core.weights import (
+    check_weights,
+    load_tensors,
+    load_weights,
+    pack_qkv,
+    save_tensors,
+    save_weights,
+    unpack_qkv,
+)
 
 SPEC = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7)
 DTYPES = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]

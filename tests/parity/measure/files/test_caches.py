@@ -10,9 +10,9 @@ from helpers.samples import sample
 import mha_torch
 import parity
 from mha_spec import AttentionSpec
-from parity import load_cache, load_tensors, save_cache, save_tensors
+from parity import load_cache, save_cache
 from parity.measure.backends import load_backend
-from parity.measure.core.weights import save_weights
+from parity.measure.core.weights import load_tensors, save_tensors, save_weights
 
 DTYPES = {name: np.dtype(name) for name in ("float32", "float16")} | {
     "bfloat16": np.dtype(ml_dtypes.bfloat16)

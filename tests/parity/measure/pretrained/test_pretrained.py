@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from helpers.refusals import refuses
 
-from parity import CASES, load_tensors, make_problem
+from parity import CASES, make_problem
 from parity.measure import pretrained
 from parity.measure.core import reference
 from parity.measure.core.stages import run_steps
+from parity.measure.core.weights import load_tensors
 
 FOLDER = Path(pretrained.__file__).parent
 

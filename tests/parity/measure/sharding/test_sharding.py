@@ -21,6 +21,7 @@ from parity.measure.core import reference
 from parity.measure.core.problem import Problem
 from parity.measure.core.stages import run_steps
 from parity.measure.core.trace import Reference
+from parity.measure.core.weights import check_weights
 from parity.measure.sharding.shard import local_heads
 from parity.measure.sharding.stages import part_of
 
@@ -123,7 +124,7 @@ def test_shard_round_trip_is_exact(spec, ranks, dtype):
     weights = {name: weight.astype(dtype) for name, weight in random_weights(spec).items()}
     parts = shards_of(weights, spec, ranks)
     for held, own in parts:
-        parity.check_weights(held, own)
+        check_weights(held, own)
     assert_bits_equal(unshard([held for held, _ in parts], spec, ShardPlan(ranks)), weights)
     if ranks == 1:
         assert parts[0][1] == spec
@@ -338,7 +339,7 @@ def test_layer_not_computed_alone_raises(spec, refusal):
     assert_bits_equal(held, weights)
     parts = [shard(weights, spec, ShardPlan(4), rank, alone=False) for rank in range(4)]
     for held, own in parts:
-        parity.check_weights(held, own)
+        check_weights(held, own)
     assert_bits_equal(unshard([held for held, _ in parts], spec, ShardPlan(4)), weights)
 
 

@@ -84,6 +84,16 @@ def test_spec_reads_the_configuration_once(model):
     assert opened[str(model / "model.safetensors")] == 0
 
 
+def test_library_adds_one_configuration_read(model):
+    """With `--against transformers`, this package and transformers open the configuration once
+    each.
+    """
+    words = ["run", "--model", str(model), "--backends", "torch", "--layers", "1", "--quiet"]
+    opened = opened_by(main, [*words, "--against", "transformers"])
+    assert opened[str(model / "model.safetensors")] == 1
+    assert opened[str(model / "config.json")] == 2
+
+
 def test_config_is_read_only_if_needed(model, tmp_path):
     """A broken configuration next to a file of ours, whose metadata precede it, is not read."""
     convert_file(model, tmp_path / "converted.safetensors", target="mha_jax")

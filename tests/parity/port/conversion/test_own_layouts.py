@@ -11,8 +11,9 @@ from helpers.refusals import refuses
 
 import parity
 from mha_spec import Gate, InputError, InputTypeError, Norm, Rope
-from parity import AttentionSpec, Layout, random_weights, register_layout
-from parity.port.conversion.layouts import LAYOUTS, Tensor, find_layout, register_packages
+from parity import AttentionSpec, random_weights, register_layout
+from parity.measure.core.weights import load_tensors, save_tensors
+from parity.port.conversion.layouts import LAYOUTS, Layout, Tensor, find_layout, register_packages
 from parity.port.conversion.layouts.custom import check_layout
 from parity.port.conversion.layouts.propose import propose_table
 from parity.port.conversion.layouts.registry import BUILT_IN, load_entry_points
@@ -360,7 +361,7 @@ def nebula_file(path, *, is_stacked=False):
         }
         tensors["blk.0.norm"] = np.ones(D, np.float32)
     tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
-    parity.save_tensors(path, tensors, {})
+    save_tensors(path, tensors, {})
     return tensors
 
 
@@ -380,13 +381,13 @@ def test_own_prefix_is_used_both_ways(tmp_path):
         **HEADS,
     )
     assert converted.layers == ["blk.0", "blk.1"]
-    llama, _ = parity.load_tensors(tmp_path / "b.safetensors")
+    llama, _ = load_tensors(tmp_path / "b.safetensors")
     first = random_weights(GROUPED, seed=0)
     assert bytes_of({"": llama["model.layers.0.self_attn.o_proj.weight"]}) == bytes_of(
         {"": first["out_proj.weight"]}
     )
     parity.convert_file(tmp_path / "b.safetensors", tmp_path / "c.safetensors", target="nebula")
-    back, metadata = parity.load_tensors(tmp_path / "c.safetensors")
+    back, metadata = load_tensors(tmp_path / "c.safetensors")
     del tensors["blk.0.norm"]
     assert bytes_of({name: back[name] for name in tensors}) == bytes_of(tensors)
     assert metadata["prefix"] == "blk.{i}"
@@ -405,12 +406,12 @@ def test_stack_becomes_numbered_layers(tmp_path):
         to_prefix="layers.{i}",
         **HEADS,
     )
-    canonical, _ = parity.load_tensors(tmp_path / "b.safetensors")
+    canonical, _ = load_tensors(tmp_path / "b.safetensors")
     for i in range(2):
         weight = random_weights(GROUPED, seed=i)["k_proj.weight"]
         assert np.array_equal(canonical[f"layers.{i}.k_proj.weight"], weight)
     parity.convert_file(tmp_path / "b.safetensors", tmp_path / "c.safetensors", target="nebula")
-    assert bytes_of(parity.load_tensors(tmp_path / "c.safetensors")[0]) == bytes_of(tensors)
+    assert bytes_of(load_tensors(tmp_path / "c.safetensors")[0]) == bytes_of(tensors)
 
 
 def test_layers_stack_on_second_axis(tmp_path):
@@ -425,15 +426,15 @@ def test_layers_stack_on_second_axis(tmp_path):
         for name, x in random_weights(GROUPED, seed=i).items()
         if name.endswith(".weight")
     }
-    parity.save_tensors(tmp_path / "b.safetensors", tensors, {})
+    save_tensors(tmp_path / "b.safetensors", tensors, {})
     paths = tmp_path / "b.safetensors", tmp_path / "c.safetensors"
     options = {"source": "canonical", "target": "nebula", "prefix": "layers.{i}", **HEADS}
     parity.convert_file(*paths, **options)
-    written, _ = parity.load_tensors(tmp_path / "c.safetensors")
+    written, _ = load_tensors(tmp_path / "c.safetensors")
     assert bytes_of(written) == bytes_of({k: np.moveaxis(x, 0, 1) for k, x in stacked.items()})
     back = {"target": "canonical", "to_prefix": "layers.{i}"}
     parity.convert_file(tmp_path / "c.safetensors", tmp_path / "d.safetensors", **back)
-    assert bytes_of(parity.load_tensors(tmp_path / "d.safetensors")[0]) == bytes_of(tensors)
+    assert bytes_of(load_tensors(tmp_path / "d.safetensors")[0]) == bytes_of(tensors)
 
 
 def test_own_stack_has_a_known_axis(tmp_path, rng):
@@ -443,12 +444,12 @@ def test_own_stack_has_a_known_axis(tmp_path, rng):
     numbered = {
         f"l.{i}.{name}": rng.standard_normal(shape, "float32") for i in range(8) for name in "qkvo"
     }
-    parity.save_tensors(tmp_path / "a.safetensors", numbered, {})
+    save_tensors(tmp_path / "a.safetensors", numbered, {})
     options = {"source": "own", "target": "own", "prefix": "l.{i}", "num_heads": 2}
     paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     parity.convert_file(*paths, to_prefix="b", **options)
     parity.convert_file(paths[1], tmp_path / "c.safetensors", target="own", to_prefix="l.{i}")
-    assert bytes_of(parity.load_tensors(tmp_path / "c.safetensors")[0]) == bytes_of(numbered)
+    assert bytes_of(load_tensors(tmp_path / "c.safetensors")[0]) == bytes_of(numbered)
 
 
 @pytest.mark.parametrize("size", [3, 8])
@@ -456,7 +457,7 @@ def test_foreign_stack_on_second_axis(tmp_path, rng, size):
     """A stack on the axis of the table is read by shapes; one that may be on either raises."""
     register_layout(changed(stack_axis=1, prefix="b"))
     stacked = {f"b.{name}": rng.standard_normal((8, size, 8), "float32") for name in "qkvo"}
-    parity.save_tensors(tmp_path / "a.safetensors", stacked, {})
+    save_tensors(tmp_path / "a.safetensors", stacked, {})
     paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     options = {"source": "own", "target": "canonical", "to_prefix": "l.{i}", "num_heads": 2}
     if size == 8:
@@ -464,7 +465,7 @@ def test_foreign_stack_on_second_axis(tmp_path, rng, size):
             parity.convert_file(*paths, **options)
         return
     parity.convert_file(*paths, **options)
-    numbered, _ = parity.load_tensors(paths[1])
+    numbered, _ = load_tensors(paths[1])
     assert len(numbered) == 4 * size
     for i in range(size):
         assert np.array_equal(numbered[f"l.{i}.k_proj.weight"], stacked["b.k"][:, i])
@@ -502,8 +503,8 @@ def test_built_in_layouts_have_no_digest(tmp_path):
     register_layout(GOOD)
     parity.save(tmp_path / "a.safetensors", random_weights(spec), spec, "own", prefix="l.0")
     parity.convert_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", target="mha_jax")
-    assert "layout_digest" in parity.load_tensors(tmp_path / "a.safetensors")[1]
-    assert "layout_digest" not in parity.load_tensors(tmp_path / "b.safetensors")[1]
+    assert "layout_digest" in load_tensors(tmp_path / "a.safetensors")[1]
+    assert "layout_digest" not in load_tensors(tmp_path / "b.safetensors")[1]
 
 
 @pytest.mark.parametrize(
@@ -523,7 +524,7 @@ def test_kept_tensor_stays_ignored(tmp_path, name, pattern):
     laid_out = parity.convert(weights, source="canonical", target="own", spec=spec)
     tensors = {f"l.0.{own_name}": x for own_name, x in laid_out.items()}
     tensors[f"l.0.{name}"] = np.ones(N, np.float32)
-    parity.save_tensors(tmp_path / "a.safetensors", tensors, {})
+    save_tensors(tmp_path / "a.safetensors", tensors, {})
     paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     options = {"source": "own", "target": "canonical", "num_heads": N}
     if pattern in ("sinks", "*_proj.weight"):
@@ -541,7 +542,7 @@ def test_file_cannot_name_a_table_to_read(tmp_path, monkeypatch):
     (tmp_path / "nebula.toml").write_text(NEBULA)
     tensors = nebula_file(tmp_path / "a.safetensors")
     metadata = {"mha_parity": "mha-parity-1", "layout": "nebula.toml", "prefix": "blk.{i}"}
-    parity.save_tensors("b.safetensors", tensors, metadata)
+    save_tensors("b.safetensors", tensors, metadata)
     with pytest.raises(InputError):
         parity.load("b.safetensors", prefix="blk.0", **HEADS)
     assert "nebula" not in LAYOUTS
@@ -841,7 +842,7 @@ def test_wrong_prefix_of_a_table_is_named(tmp_path, rng):
     register_layout(changed(prefix="wrong.{i}"))
     path = tmp_path / "own.safetensors"
     names = [f"right.0.{name}" for name in GOOD["tensors"]]
-    parity.save_tensors(path, {name: rng.standard_normal((8, 8)) for name in names}, {})
+    save_tensors(path, {name: rng.standard_normal((8, 8)) for name in names}, {})
     with refuses("the key prefix", "'wrong.{i}'") as refusal:
         parity.load(path, "own", num_heads=2)
     assert refusal.value.where == "the layout own"

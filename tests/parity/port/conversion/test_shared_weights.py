@@ -11,8 +11,8 @@ from helpers.saved_models import saved
 from helpers.tensors import same_tensors
 from safetensors.numpy import load_file, save_file
 
-import parity
 from parity import convert_file
+from parity.measure.core.weights import load_tensors
 from parity.use.cli.main import main
 
 SHARING = ("t5", "mt5", "switch_transformers", "mpnet", "beit, one grid")
@@ -106,7 +106,7 @@ def test_different_copies_raise(tmp_path):
     saved("t5", tmp_path / "model")
     path = tmp_path / "jax.safetensors"
     convert_file(tmp_path / "model", path, target="mha_jax")
-    tensors, metadata = parity.load_tensors(path)
+    tensors, metadata = load_tensors(path)
     trained = "decoder.block.2.layer.0.SelfAttention"
     tensors[f"{trained}.relative_bias"] = tensors[f"{trained}.relative_bias"] + np.float32(1)
     save_file(tensors, path, metadata)
@@ -121,7 +121,7 @@ def test_invalid_sharing_metadata_raises(shared, tmp_path):
     saved("t5", tmp_path / "model")
     path = tmp_path / "jax.safetensors"
     convert_file(tmp_path / "model", path, target="mha_jax")
-    tensors, metadata = parity.load_tensors(path)
+    tensors, metadata = load_tensors(path)
     save_file(tensors, path, {**metadata, "shared": shared})
     with refuses(str(path)):
         convert_file(path, tmp_path / "back.safetensors", target="transformers.T5")

@@ -28,6 +28,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 import mha_spec
 import mha_torch
 from mha_spec import (
+    Alibi,
+    Gate,
     InputError,
     Llama3Scaling,
     Norm,
@@ -36,7 +38,7 @@ from mha_spec import (
     Rope,
     YarnScaling,
 )
-from parity import Alibi, AttentionSpec, Gate, load_into, specs_of
+from parity import AttentionSpec, load_into, specs_of
 from parity.port.models.families import FAMILIES
 from parity.port.models.families.not_covered import NOT_COVERED, SENSES, WITHOUT_ATTENTION
 from parity.use.cli.main import main

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import parity
 from mha_spec import InputError, Rope
-from parity.measure.core.weights import load_weights, save_weights
+from parity.measure.core.weights import load_tensors, load_weights, save_tensors, save_weights
 from parity.measure.files import open_tensors
 from parity.port.conversion.convert import convert_file
 from parity.use.cli.main import main
@@ -152,8 +152,8 @@ def test_weights_with_unread_keys_raise(tmp_path):
     """Canonical weights with unread keys in their metadata raise an error."""
     path, spec = tmp_path / "w.safetensors", parity.AttentionSpec(16, 4)
     save_weights(path, parity.random_weights(spec), spec)
-    tensors, metadata = parity.load_tensors(path)
-    parity.save_tensors(path, tensors, metadata | {"unread": json.dumps(UNREAD)})
+    tensors, metadata = load_tensors(path)
+    save_tensors(path, tensors, metadata | {"unread": json.dumps(UNREAD)})
     with refuses("…/w.safetensors", unread=json.dumps(UNREAD)):
         load_weights(path)
 

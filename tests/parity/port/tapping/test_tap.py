@@ -32,6 +32,7 @@ from parity import AttentionSpec, Rope, specs_of
 from parity.explain.diagnosis import taps
 from parity.explain.diagnosis.tapped import _cache
 from parity.measure.core.stages import stage_named
+from parity.measure.core.weights import save_tensors
 from parity.port.models.families import FAMILIES
 from parity.port.models.specs import ModelLayer
 from parity.port.tapping.record import TappedCall
@@ -1000,10 +1001,10 @@ def test_saved_tap_round_trip(tmp_path):
             assert all(np.array_equal(a.values[name], b.values[name]) for name in a.values)
     specs = specs_of(read.config)
     assert parity.check_tap(read, specs, weights_in(model, read, specs)).passed
-    parity.save_tensors(tmp_path / "other.safetensors", {"x": np.zeros(2)}, {"format": "1"})
+    save_tensors(tmp_path / "other.safetensors", {"x": np.zeros(2)}, {"format": "1"})
     with refuses("…/other.safetensors", "['format']"):
         parity.load_tap(tmp_path / "other.safetensors")
-    parity.save_tensors(
+    save_tensors(
         tmp_path / "none.safetensors", {"0/0/q": np.zeros(2)}, {"format": "1", "kind": "tap"}
     )
     with refuses("…/none.safetensors", "KeyError('tap')"):

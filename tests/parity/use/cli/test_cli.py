@@ -278,7 +278,7 @@ def test_damaged_weight_file_exits_2(tmp_path, capsys, damage):
     elif damage == "other":
         path.write_bytes(b"PK\x03\x04 not a safetensors file")
     else:
-        from parity import load_tensors, save_tensors
+        from parity.measure.core.weights import load_tensors, save_tensors
 
         tensors, metadata = load_tensors(path)
         weight = tensors["q_proj.weight"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.refusals import refuses
 
-import parity
+from parity.measure.core.weights import load_tensors, save_tensors
 from parity.port.conversion.layouts import LAYOUTS
 from parity.use.cli.main import main
 
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch, rng):
         for i in range(2)
         for name, shape in shapes.items()
     }
-    parity.save_tensors("nebula.safetensors", tensors, {})
+    save_tensors("nebula.safetensors", tensors, {})
     return tmp_path
 
 
@@ -59,8 +59,8 @@ def test_convert_takes_tables(folder, there, back, capsys):
     """A table is passed for the source and for the target, and the round trip is exact."""
     assert run(f"convert nebula.safetensors jax.npz --to mha_jax {there} {HEADS}") == 0
     assert run(f"convert jax.npz back.safetensors {back}") == 0
-    tensors, _ = parity.load_tensors("nebula.safetensors")
-    again, metadata = parity.load_tensors("back.safetensors")
+    tensors, _ = load_tensors("nebula.safetensors")
+    again, metadata = load_tensors("back.safetensors")
     assert {name: x.tobytes() for name, x in again.items()} == {
         name: x.tobytes() for name, x in tensors.items()
     }
@@ -169,9 +169,9 @@ def test_edited_table_is_rejected(folder, capsys):
 
 def test_ignored_tensor_needs_rest_drop(folder, capsys):
     """An ignored tensor with a name of the target's layout raises an error with the option for it."""
-    tensors, _ = parity.load_tensors("nebula.safetensors")
+    tensors, _ = load_tensors("nebula.safetensors")
     tensors["blk.1.sinks"] = np.ones(4, np.float32)
-    parity.save_tensors("more.safetensors", tensors, {})
+    save_tensors("more.safetensors", tensors, {})
     (folder / "nebula.toml").write_text(
         TABLE.replace("[tensors]", 'ignored = ["sinks"]\n[tensors]')
     )
@@ -227,9 +227,9 @@ def test_table_of_any_suffix_is_read(folder, option, capsys):
 
 def test_warning_names_the_tables_prefix(folder, rng, capsys):
     """Other attentions in a file are kept because of the layout's prefix if none was passed."""
-    tensors, _ = parity.load_tensors("nebula.safetensors")
+    tensors, _ = load_tensors("nebula.safetensors")
     others = {f"ema.{name}": value for name, value in tensors.items()}
-    parity.save_tensors("two.safetensors", {**tensors, **others}, {})
+    save_tensors("two.safetensors", {**tensors, **others}, {})
     command = f"convert two.safetensors jax.npz --to mha_jax --from nebula.toml --force {HEADS}"
     assert run(command) == 0
     assert "because the layout's prefix does not match them: ema.blk.{i}" in (

@@ -19,7 +19,8 @@ from helpers.refusals import refuses
 
 import parity
 from mha_spec import InputError, Rope
-from parity import AttentionSpec, random_weights, save, save_tensors
+from parity import AttentionSpec, random_weights, save
+from parity.measure.core.weights import load_tensors, save_tensors
 from parity.measure.files import open_tensors
 from parity.measure.text import in_line, printable
 from parity.port.conversion.hints import LayerHints
@@ -101,7 +102,7 @@ def gguf(tmp_path, **values):
 
 def metadata(tmp_path, **entries):
     save(tmp_path / "a.safetensors", random_weights(SPEC), SPEC)
-    tensors, own = parity.load_tensors(tmp_path / "a.safetensors")
+    tensors, own = load_tensors(tmp_path / "a.safetensors")
     save_tensors(tmp_path / "a.safetensors", tensors, {**own, **entries})
     return ["verify", tmp_path / "a.safetensors", tmp_path / "a.safetensors"]
 
@@ -427,7 +428,7 @@ def test_quantized_torch_tensor_exits_2(tmp_path, capsys):
 def trace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
     parity.run_cases([parity.CASES["textbook"]], ["torch"], traces=folder)
-    return parity.load_tensors(folder / "textbook-float32-torch.safetensors")
+    return load_tensors(folder / "textbook-float32-torch.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import mha_torch
 import parity
 import parity_lab.bench
 from parity.measure.core.compare import Label, failure
-from parity.measure.core.weights import FORMAT, save_weights
+from parity.measure.core.weights import FORMAT, load_tensors, save_tensors, save_weights
 from parity.use.cli.main import COMMANDS, main
 from parity.use.reporting.junit import junit_xml
 from parity.use.reporting.schemas import FILES, JUNIT, SCHEMAS
@@ -116,7 +116,7 @@ def folder(tmp_path_factory):
     ranks[1] = ranks[1] | {"v": -ranks[1]["v"]}
     for rank, stages in enumerate(ranks):
         arrays = {name: parity.to_numpy(x) for name, x in stages.items()}
-        parity.save_tensors(folder / f"rank{rank}.safetensors", arrays, {})
+        save_tensors(folder / f"rank{rank}.safetensors", arrays, {})
     return folder
 
 
@@ -197,7 +197,7 @@ def test_files_have_metadata_of_their_kind(folder):
     }
     assert kinds.keys() == FILES.keys()
     for kind, path in kinds.items():
-        metadata = parity.load_tensors(folder / path)[1]
+        metadata = load_tensors(folder / path)[1]
         assert metadata.keys() == FILES[kind].keys()
         assert metadata["format"] == FORMAT
 

@@ -10,10 +10,11 @@ import pytest
 from helpers.refusals import refuses
 
 import parity.use.running.run
-from parity import CASES, AttentionSpec, load_tensors, random_weights, run_cases, save_tensors
+from parity import CASES, AttentionSpec, random_weights, run_cases
 from parity.measure.backends import torch as torch_backend
 from parity.measure.core.cases import random_case
 from parity.measure.core.trace import Reference
+from parity.measure.core.weights import load_tensors, save_tensors
 from parity.use.cli.main import main
 from parity.use.reporting.summary import reproduction
 from parity.use.running.report import SkippedCase
