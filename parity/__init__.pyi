@@ -10,6 +10,7 @@ from parity.measure.core.arrays import to_jax as to_jax, to_numpy as to_numpy, t
 from parity.measure.core.case import Case as Case
 from parity.measure.core.cases import CASES as CASES
 from parity.measure.core.problem import make_problem as make_problem
+from parity.measure.core.quantization import CacheQuantization as CacheQuantization
 from parity.measure.core.weights import random_weights as random_weights
 from parity.measure.backends.caches import load_cache as load_cache, save_cache as save_cache
 from parity.measure.backends.numerics import numerics_lock as numerics_lock

@@ -494,6 +494,29 @@ def _context_of_cut(bits: int, plan: Plan, attention_context: Any, *inputs: Any)
     return attention_context(*[_cut(bits, plan.xp, x) for x in inputs])
 
 
+# ---- Quantized caches ----------------------------------------------------------------------------
+
+
+def _quantized(xp: Any, x: Any) -> tuple[Any, Any]:
+    """Return the numbers of int8, and a scale for each head of each token."""
+    scales = xp.amax(xp.abs(x), axis=-1, keepdims=True) / 127
+    return xp.round(x / scales), scales
+
+
+def _appended_quantized(plan: Plan, append: Any, cache: Any, new: Any, *lengths: Any) -> Any:
+    """Append keys and values as a quantized cache returns them."""
+    read = []
+    for x in new:
+        numbers, scales = _quantized(plan.xp, x)
+        read.append(numbers * scales)
+    return append(cache, tuple(read), *lengths)
+
+
+def _appended_without_scales(plan: Plan, append: Any, cache: Any, new: Any, *lengths: Any) -> Any:
+    numbers = [_quantized(plan.xp, x)[0] for x in new]
+    return append(cache, tuple(numbers), *lengths)
+
+
 # ---- All -----------------------------------------------------------------------------------------
 
 INJECTIONS: dict[str, Injection] = {
@@ -545,6 +568,7 @@ INJECTIONS: dict[str, Injection] = {
     "residual-added": breaking(project_with=_with_residual),
     "out-proj-missing": breaking(project_with=_without_out_proj),
     "cache-keys-as-values": breaking(append_to_cache=_keys_as_values),
+    "cache-scale-missing": breaking(append_checked=_appended_without_scales),
     "precision-bfloat16": products_of(7),
 }
 """By the names of `parity.explain.diagnosis.bugs`, in the order of the pages in
@@ -586,6 +610,9 @@ def plan_of(bug: str | Injection, problem: Problem, backend: str) -> Plan:
     """
     port, xp = load_backend(backend), importlib.import_module(BACKENDS[backend].arrays)
     plan = Plan(problem, port.SIBLING, xp, port, dict(problem.weights), {})
+    if problem.case.cache_quantization is not None:
+        # No implementation has a quantized cache, so the self-test adds one.
+        plan.functions["append_checked"] = _appended_quantized
     if isinstance(bug, str) and bug:
         bug = INJECTIONS[bug_to_inject(bug, problem.case).name]
     if callable(bug):

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Column
 from rich.text import Text
@@ -42,6 +43,7 @@ from parity.measure.core.case import Case
 from parity.measure.core.cases import CASES, cases_of_other_records
 from parity.measure.core.compare import first_difference
 from parity.measure.core.problem import Problem, make_problem
+from parity.measure.core.quantization import CacheQuantization
 from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference, judge
 from parity.measure.core.weights import random_weights
@@ -379,6 +381,24 @@ SELFTEST_CASES = [
         first_position=1000,
     ),
     CASES["rope-llama3"],
+    Case(
+        "left-padding",
+        AttentionSpec(32, 4, num_kv_heads=2, head_dim=8, rope=Rope(10000.0)),
+        "padding on the left, as a mask and positions",
+        seq_len=7,
+        is_causal=True,
+        mask=np.array([[0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0]], bool)[:, None, None],
+        position_ids=np.array([[0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 2, 3]]),
+    ),
+    Case(
+        "quantized-cache",
+        AttentionSpec(32, 4, num_kv_heads=2, head_dim=8, rope=Rope(10000.0)),
+        "a cache of int8, with a scale for each head of each token",
+        seq_len=8,
+        chunks=(4, 1, 3),
+        capacity=8,
+        cache_quantization=CacheQuantization("int8", "token_head"),
+    ),
 ]
 SELFTEST_CASES += cases_of_other_records(SELFTEST_CASES)
 """Cases for injected bugs: three different specifications, a window, a cache, trained layers, and

@@ -76,6 +76,7 @@ A_FUNCTION_EACH = (
     *(
         "kv-heads-tiled",
         "cache-keys-as-values",
+        "cache-scale-missing",
         "scale-missing",
         "alibi-missing",
         "relative-bias-ignored",

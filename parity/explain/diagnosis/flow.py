@@ -23,6 +23,10 @@ TOKENS = 2
 """Tokens of the layer that is traced: dependencies do not depend on their number."""
 
 
+NOTHING_HIDDEN = np.zeros((1, 1, 1, 1), bool)
+"""Mask of the layer that is traced, if it has one."""
+
+
 @dataclass(frozen=True)
 class Flow:
     """The dependencies of a step.
@@ -120,6 +124,8 @@ def _small(problem: Problem) -> Problem:
     if problem.case.chunks:
         return _small_with_cache(problem)
     case = problem.case
+    if case.mask is not None:
+        case = replace(case, mask=NOTHING_HIDDEN)
     small = case.first_tokens(TOKENS)
     if case.seq_len_k is not None:
         small = replace(small, seq_len_k=TOKENS)
@@ -146,8 +152,14 @@ def _small_with_cache(problem: Problem) -> Problem:
         chunks=(1,) * num_calls,
         new_lengths=(),
         capacity=num_calls,
+        mask=None if case.mask is None else NOTHING_HIDDEN,
+        cache_slots=None if case.cache_slots is None else np.arange(num_calls)[None],
+        position_ids=None if case.position_ids is None else case.position_ids[..., :num_calls],
     )
-    inputs = {"query": np.zeros((case.batch, num_calls, case.spec.d_in))}
+    inputs: dict[str, np.ndarray] = {"query": np.zeros((case.batch, num_calls, case.spec.d_in))}
+    if case.mask is not None:
+        of_scores = (case.batch, case.spec.num_heads, num_calls, num_calls)
+        inputs["mask"] = np.zeros(of_scores, bool)
     for name in ("k", "v"):
         if name in problem.inputs:
             inputs[name] = problem.inputs[name][:, :, :num_calls]

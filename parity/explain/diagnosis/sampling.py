@@ -365,9 +365,19 @@ def first_call(
     tokens = case.chunks[0]
     is_by_length = spec.rope is not None and spec.rope.depends_on_length
     is_other = is_by_length or case.not_finite is not None or {*case.added(0)} != {tokens}
+    # A quantized cache also changes the keys and values of the first call.
+    is_other = is_other or case.cache_quantization is not None or case.cache_slots is not None
     if tokens <= TOKENS or is_other or problem.inputs.keys() - {"query", "cotangent"}:
         return None
-    own = replace(case, seq_len=tokens, chunks=(), new_lengths=(), capacity=0, is_causal=True)
+    own = replace(
+        case,
+        seq_len=tokens,
+        chunks=(),
+        new_lengths=(),
+        capacity=0,
+        is_causal=True,
+        position_ids=None if case.position_ids is None else case.position_ids[..., :tokens],
+    )
     inputs = {"query": np.ascontiguousarray(problem.inputs["query"][:, :tokens])}
     layer = Problem(own, problem.dtype, problem.weights, inputs)
     stages = {}

@@ -29,7 +29,7 @@ from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.trial import WIDE_ENOUGH, Trial
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.case import Case
-from parity.measure.core.compare import Judgement, norms_of
+from parity.measure.core.compare import Judgement, kept_dtype, norms_of
 from parity.measure.core.stages import stage_named
 
 PARTS = {
@@ -61,7 +61,8 @@ is chance.
 """
 
 LEFT_BY_LOSS = 0.1
-"""The share of the mean error that a loss of precision may leave, in dtypes in which it shows."""
+"""The share of the mean error that a loss of precision may leave, in dtypes in which it shows; and
+that another rounding may leave."""
 
 REPEATED = 2.0
 """The largest error of a module's path, in multiples of the change by a loss of precision."""
@@ -492,10 +493,11 @@ class _Question:
     def given_up(self) -> list[str]:
         """The same stage in earlier calls, if it differs there and nothing explains it."""
         kind = stage_named(self.stage).kind
+        before = self.trial.stages[: self.trial.stages.index(self.stage)]
         return [
             stage
             for stage in self._wrong
-            if stage not in self.stages and stage_named(stage).kind == kind
+            if stage in before and stage not in self.stages and stage_named(stage).kind == kind
         ]
 
     @cached_property
@@ -599,7 +601,10 @@ class _Question:
         after = trial.judgement(self.stage, edits)
         if after.ratio > 1.0 or not _falls(self.before, after):
             return False
-        return not first.is_loss or self._is_reproduced_by(edits)
+        if first.is_loss and not self._is_reproduced_by(edits):
+            return False
+        is_rounding = any(edit.is_rounding for edit in added)
+        return not is_rounding or self._is_rounded_alike(edits)
 
     def _is_nearly_explained_by(self, edit: Edit) -> bool:
         return self.trial.judgement(self.stage, (*self.edits, edit)).ratio <= NEARLY
@@ -613,6 +618,16 @@ class _Question:
             return True
         before = trial.distance(self.stage, self.expected)
         after = trial.distance(self.stage, trial.stage(self.stage, edits))
+        return after <= LEFT_BY_LOSS * before
+
+    def _is_rounded_alike(self, edits: Edits) -> bool:
+        """Return True if another rounding reproduces the stage in its own dtype: budgets in 16 bits
+        are wider than a step between stored numbers.
+        """
+        trial = self.trial
+        dtype = kept_dtype(self.stage, trial.problem.dtype)
+        before = trial.distance(self.stage, self.expected.astype(dtype))
+        after = trial.distance(self.stage, trial.stage(self.stage, edits).astype(dtype))
         return after <= LEFT_BY_LOSS * before
 
     def _spoils_nothing(self, added: Edits) -> bool:

@@ -5,7 +5,7 @@ names.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -50,38 +50,6 @@ NO_STAGES = (
 
 COUNTING = ("window_size", "chunk_size", "alibi", "relative_bias", "relative_products")
 """Fields of a specification that depend on the number of tokens between a query and a key."""
-
-
-@dataclass(frozen=True)
-class TappedCase(Case):
-    """A case whose tokens have the positions of a recording.
-
-    Attributes:
-        places: positions of all tokens, (B or 1, T), or (axes, B or 1, T) with sections; by default
-            0, 1, …
-    """
-
-    places: np.ndarray | None = field(default=None, compare=False)
-
-    def first_tokens(self, count: int) -> Case:
-        """Return the case with the first tokens only."""
-        first = super().first_tokens(count)
-        if self.places is None:
-            return first
-        return replace(first, places=self.places[..., :count])
-
-    def positions(self, step: int | None = None) -> np.ndarray:
-        """Return the positions of all tokens, or of those of one call."""
-        places = self.places
-        if places is None:
-            places = np.arange(self.seq_len)[None]
-            rope = self.spec.rope
-            if rope is not None and rope.sections is not None:
-                places = np.stack([places] * len(rope.sections))
-        if step is None:
-            return places
-        start = sum(self.chunks[:step])
-        return places[..., start : start + self.chunks[step]]
 
 
 @dataclass(frozen=True)
@@ -230,7 +198,7 @@ class Sequences:
         if "segment_ids" in self.values:
             segment_ids = tuple(map(tuple, self.values["segment_ids"].tolist()))
         dtype = x.dtype.name
-        case = TappedCase(
+        case = Case(
             name,
             replace(spec, dropout=0.0, output_dropout=0.0),
             "recorded",
@@ -239,11 +207,22 @@ class Sequences:
             seq_len_k=seq_len_k,
             is_causal=is_causal,
             random_mask="mask" in inputs,
-            places=self.values.get("positions"),
+            position_ids=self._position_ids(spec),
             segment_ids=segment_ids,
         )
         in_dtype = {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()}
         return Problem(case, dtype, in_dtype, inputs)
+
+    def _position_ids(self, spec: AttentionSpec) -> np.ndarray | None:
+        """Return the recorded positions; by default those of a text, also on several axes."""
+        in_order = np.arange(self.values["input"].shape[1])[None]
+        positions = self.values.get("positions")
+        # In cross-attention, the positions of another call may have been recorded.
+        if positions is not None and positions.shape[-1] == in_order.shape[-1]:
+            return positions
+        if spec.rope is None or spec.rope.sections is None:
+            return in_order
+        return np.stack([in_order] * len(spec.rope.sections))
 
     def _inputs(self, spec: AttentionSpec) -> dict[str, np.ndarray]:
         inputs = {"query": self.values["input"]}
@@ -264,7 +243,8 @@ class Sequences:
     def problem_of_its_own(self, problem: Problem) -> Problem:
         """Return the sequences without other tokens."""
         length = len(self.tokens)
-        case = replace(problem.case, seq_len=length, places=self.values.get("positions"))
+        position_ids = self._position_ids(problem.spec)
+        case = replace(problem.case, seq_len=length, position_ids=position_ids)
         return replace(problem, case=case, inputs={"query": problem.inputs["query"][:, :length]})
 
     def problem_by_step(self, problem: Problem) -> Problem:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from mha_spec import AttentionSpec, InputError
+from mha_spec import AttentionSpec, InputError, InputTypeError
+from parity.measure.core.quantization import CacheQuantization
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Dtypes of cases."""
+
+
+EMPTY = np.iinfo(np.int64).max // 2
+"""Number of the token in an empty slot of a cache: later than all."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Case:
         is_causal: hide keys after the query's own position.
         key_padding_lengths: number of real keys of each sequence.
         segment_ids: segment of each token of each sequence; hides other segments. Positions restart
-            in each.
+            in each, unless `position_ids` are given.
         window_size: hide all but the last `window_size` keys.
         random_mask: hide random keys, different for each head, and one whole row of each sequence.
         bias: add a random bias to the scores.
@@ -44,6 +49,16 @@ class Case:
         first_position: position of the first token, for RoPE and a temperature.
         trained: name of the trained layer whose weights and inputs are used.
         dtype: only dtype of the case, if it is specific to one.
+        mask: keys to hide (True) in addition to others, boolean, broadcast to (B, N, T, S): for a
+            prefix that sees itself, padding on the left, packed sequences. With a cache, S is the
+            number of slots, and T that of the tokens of all steps. A row without a visible key is
+            not compared: it is padding.
+        position_ids: position of each token, instead of 0, 1, …: (B or 1, T), or (axes, B or 1, T)
+            with sections; T as for `mask`.
+        cache_slots: with a cache: slot into which each token is written, instead of 0, 1, …, (B or
+            1, T), T as for `mask`: a ring whose slots are used again. A call hides the tokens that
+            are later than its own, in whichever slots they are.
+        cache_quantization: with a cache: how it stores keys and values; None for their own dtype.
 
     Raises:
         ValueError: if lengths do not fit each other.
@@ -70,6 +85,10 @@ class Case:
     trained: str | None = None
     dtype: str | None = None
     segment_ids: tuple[tuple[int, ...], ...] | None = None
+    cache_quantization: CacheQuantization | None = None
+    mask: np.ndarray | None = field(default=None, repr=False, compare=False)
+    position_ids: np.ndarray | None = field(default=None, repr=False, compare=False)
+    cache_slots: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         per_sequence = f"batch={self.batch}"
@@ -95,8 +114,71 @@ class Case:
             is_possible = not self.chunks and self.seq_len_k is None
             rule = "be None except for self-attention without a cache"
             self._require("segment_ids", rule, holds=is_possible)
+        if self.cache_quantization is not None:
+            self._require("cache_quantization", "be None without chunks", holds=self.is_cached)
+            self.cache_quantization.check_layer(self.spec)
+        if self.mask is not None:
+            self._check_mask(self.mask)
+        if self.position_ids is not None:
+            self._check_position_ids(self.position_ids)
+        if self.cache_slots is not None:
+            self._check_cache_slots(self.cache_slots)
         is_dtype = self.dtype is None or self.dtype in DTYPES
         self._require("dtype", f"be one of {', '.join(DTYPES)}, or None", holds=is_dtype)
+
+    def _check_mask(self, mask: np.ndarray) -> None:
+        """Raise an error unless a mask fits the case."""
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+            raise InputTypeError("mask", "be a boolean NumPy array", type(mask).__name__)
+        if self.random_mask:
+            raise InputError("mask", "be None with random_mask", random_mask=True)
+        num_keys = self.capacity if self.is_cached else self.key_len
+        shape = (self.batch, self.spec.num_heads, self.seq_len, num_keys)
+        try:
+            np.broadcast_to(mask, shape)
+        except ValueError:
+            raise InputError(
+                "mask", f"be broadcast to {shape}", {"mask.shape": mask.shape}
+            ) from None
+
+    def _check_position_ids(self, position_ids: np.ndarray) -> None:
+        """Raise an error unless positions fit the case."""
+        name = "position_ids"
+        is_array = isinstance(position_ids, np.ndarray)
+        if not is_array or not np.issubdtype(position_ids.dtype, np.integer):
+            raise InputTypeError(name, "be a NumPy array of integers", type(position_ids).__name__)
+        if self.first_position:
+            rule = "be None with first_position"
+            raise InputError(name, rule, first_position=self.first_position)
+        shape = (self.batch, self.seq_len)
+        rope = self.spec.rope
+        axes = () if rope is None or rope.sections is None else (len(rope.sections),)
+        allowed = [(*axes, *shape), (*axes, 1, self.seq_len)]
+        if position_ids.shape not in allowed:
+            rule = f"have shape {allowed[0]} or {allowed[1]}"
+            raise InputError(name, rule, {"position_ids.shape": position_ids.shape})
+        if position_ids.min(initial=0) < 0:
+            raise InputError(name, "be at least 0", {"position_ids.min()": position_ids.min()})
+
+    def _check_cache_slots(self, cache_slots: np.ndarray) -> None:
+        """Raise an error unless slots fit the case."""
+        name, spec = "cache_slots", self.spec
+        if not self.is_cached:
+            raise InputError(name, "be None without chunks", chunks=self.chunks)
+        is_array = isinstance(cache_slots, np.ndarray)
+        if not is_array or not np.issubdtype(cache_slots.dtype, np.integer):
+            raise InputTypeError(name, "be a NumPy array of integers", type(cache_slots).__name__)
+        if cache_slots.shape not in ((self.batch, self.seq_len), (1, self.seq_len)):
+            rule = f"have shape (B or 1, T) = ({self.batch} or 1, {self.seq_len})"
+            raise InputError(name, rule, {"cache_slots.shape": cache_slots.shape})
+        if cache_slots.min(initial=0) < 0 or cache_slots.max(initial=0) >= self.capacity:
+            raise InputError(name, "be at least 0 and below capacity", capacity=self.capacity)
+        if spec.alibi or spec.relative_bias or spec.relative_products:
+            raise InputError(name, "be None for a layer whose scores depend on distances")
+        for step in range(len(self.chunks)):
+            for slots, count in zip(self.slots_of(step), self.added(step), strict=True):
+                if len(set(slots[:count].tolist())) < count:
+                    raise InputError(name, "differ within a call", step=step)
 
     def _require(self, name: str, rule: str, *, holds: bool) -> None:
         """Raise a ValueError about a field unless its rule holds."""
@@ -121,9 +203,14 @@ class Case:
     @property
     def has_mask(self) -> bool:
         """Return whether any key is hidden."""
-        if self.is_causal or self.random_mask or self.segment_ids is not None:
+        if self.is_causal or self.has_own_mask or self.segment_ids is not None:
             return True
         return bool(self.window_size) or bool(self.key_padding_lengths)
+
+    @property
+    def has_own_mask(self) -> bool:
+        """Return whether a mask hides keys that follows from nothing else."""
+        return self.random_mask or self.mask is not None
 
     @property
     def is_plain(self) -> bool:
@@ -139,6 +226,10 @@ class Case:
         if self.window_size is not None or self.segment_ids is not None:
             return False
         if self.bias or self.not_finite or self.new_lengths:
+            return False
+        if self.cache_quantization is not None or self.cache_slots is not None:
+            return False
+        if self.is_cached and self.mask is not None:
             return False
         bias = spec.out_bias
         of_paper = AttentionSpec(spec.d_model, spec.num_heads, qkv_bias=bias, out_bias=bias)
@@ -169,6 +260,9 @@ class Case:
         if self.spec.rope is not None and self.spec.rope.sections:
             return True
         starts_elsewhere = bool(self.first_position) or self.segment_ids is not None
+        if self.position_ids is not None:
+            in_order = replace(self, position_ids=None, mask=None).positions()
+            starts_elsewhere = bool((in_order != self.position_ids).any())
         return self.spec.has_positions and starts_elsewhere
 
     def positions(self, step: int | None = None) -> np.ndarray:
@@ -178,6 +272,10 @@ class Case:
         x 3 patches; two are row and column of a picture three patches wide. Padding in a call has
         the position of the first token, so that it does not lengthen a sequence.
         """
+        if self.position_ids is not None:
+            start = 0 if step is None else sum(self.chunks[:step])
+            count = self.seq_len if step is None else self.chunks[step]
+            return self.position_ids[..., start : start + count]
         num_tokens = self.seq_len if step is None else self.chunks[step]
         tokens = np.arange(num_tokens)[None]
         if self.segment_ids is not None:  # number of earlier tokens of the same segment
@@ -204,7 +302,40 @@ class Case:
         if ids is not None:
             # If there are fewer tokens, the last segment goes on.
             ids = tuple((row + row[-1:] * count)[:count] for row in ids)
-        return replace(self, seq_len=count, key_padding_lengths=lengths, segment_ids=ids)
+        mask, position_ids = self.mask, self.position_ids
+        if mask is not None:
+            mask = np.atleast_2d(mask)[..., :count, :count]
+        if position_ids is not None:
+            # If there are fewer tokens, the last position is repeated.
+            position_ids = position_ids[..., np.minimum(np.arange(count), self.seq_len - 1)]
+        return replace(
+            self,
+            seq_len=count,
+            key_padding_lengths=lengths,
+            segment_ids=ids,
+            mask=mask,
+            position_ids=position_ids,
+        )
+
+    def slots_of(self, step: int) -> np.ndarray:
+        """Return the slots of the tokens of a call, (B, chunk), also of padding."""
+        start, count = sum(self.chunks[:step]), self.chunks[step]
+        if self.cache_slots is None:
+            return np.array(self.lengths_before(step))[:, None] + np.arange(count)
+        slots = self.cache_slots[:, start : start + count]
+        return np.broadcast_to(slots, (self.batch, count))
+
+    def tokens_in_slots(self, step: int) -> np.ndarray:
+        """Return the number of the token in each slot after a call, (B, slots).
+
+        It is a large number for an empty slot.
+        """
+        tokens = np.full((self.batch, self.capacity), EMPTY)
+        for earlier_step in range(step + 1):
+            slots, before = self.slots_of(earlier_step), self.lengths_before(earlier_step)
+            for b, count in enumerate(self.added(earlier_step)):
+                tokens[b, slots[b, :count]] = before[b] + np.arange(count)
+        return tokens
 
     def lengths_before(self, step: int) -> tuple[int, ...]:
         """Return the number of cached tokens of each sequence before a call."""

@@ -65,7 +65,7 @@ class Problem:
         inputs: `query` (B, T, d_in); `key` (B, S, d_kv) for cross-attention; `value` (B, S, d_kv)
             if values have another input than keys; with `shared_kv` instead the heads of another
             layer, `k` (B, K, S, H) and `v` (B, K, S, Hv); `bias` (B, N, T, S) and `mask` (B, N, T,
-            S) if the case has them; `cotangent`, in the shape of the output.
+            S or slots) if the case has them; `cotangent`, in the shape of the output.
     """
 
     case: Case
@@ -126,6 +126,11 @@ class Problem:
         if name in ("k", "v"):
             return x[:, :, tokens]
         return x[:, tokens]
+
+    def step_mask(self, step: int) -> np.ndarray:
+        """Return the rows of the mask of the inputs for a call, (B, N, chunk, slots)."""
+        start = sum(self.case.chunks[:step])
+        return self.inputs["mask"][:, :, start : start + self.case.chunks[step]]
 
 
 def make_problem(
@@ -195,6 +200,10 @@ def _drawn_inputs(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]
         masked_rows = rng.integers(0, case.seq_len, case.batch)  # one of each sequence
         mask[np.arange(case.batch), :, masked_rows] = True
         inputs["mask"] = mask
+    if case.mask is not None:
+        num_keys = case.capacity if case.is_cached else case.key_len
+        shape = (case.batch, spec.num_heads, case.seq_len, num_keys)
+        inputs["mask"] = np.broadcast_to(case.mask, shape).copy()
     inputs["cotangent"] = _draw(rng, (case.batch, case.seq_len, spec.output_width))
     return inputs
 

@@ -216,17 +216,23 @@ def _step_of_call(layer: LayerStages, call: Callable[[int], Any], index: int, na
 class _ValuesOfCall(Values):
     """Values of all calls, as seen from one of them.
 
-    Values of its own call have plain names, `scores`, and those of the previous call
-    `previous.scores`; outside they are `step3.scores` and `step2.scores`.
+    Values of its own call have plain names, `scores`; those of the previous call `previous.scores`,
+    and of the first `first.scores`. Outside they are `step3.scores`, `step2.scores` and
+    `step0.scores`.
     """
 
     def __init__(self, values: Values, index: int, replaced: Mapping[str, str]) -> None:
         self._values, self._replaced = values, replaced
-        self._prefixes = {"": f"step{index}.", "previous.": f"step{index - 1}."}
+        self._prefixes = {
+            "": f"step{index}.",
+            "previous.": f"step{index - 1}.",
+            "first.": "step0.",
+        }
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name.startswith("previous."):
-            return self._values[self._prefixes["previous."] + name.removeprefix("previous.")]
+        for call in ("previous.", "first."):
+            if name.startswith(call):
+                return self._values[self._prefixes[call] + name.removeprefix(call)]
         return self._values[self._prefixes[""] + self._replaced.get(name, name)]
 
     def __iter__(self) -> Iterator[str]:

@@ -11,8 +11,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from parity.measure.core.case import Case
+from parity.measure.core.case import EMPTY, Case
 from parity.measure.core.stages import STAGES, Stage, stage_named
+
+OF_ROWS = frozenset({"attn_weights", "context", "output"})
+"""Stages whose rows are those of queries after the softmax."""
 
 HIDES_KEYS = frozenset({"mask", "attn_weights"})
 """Stages in which unused keys have a defined value: they must be hidden, and their weights must be
@@ -50,9 +53,58 @@ def unused_cells(
         size_of_axes = [1] * len(shape)
         size_of_axes[0], size_of_axes[axis] = is_unused.shape
         unused |= is_unused.reshape(size_of_axes)
+    if case.cache_slots is not None and stage.step is not None and "S" in stage.axes:
+        unused |= _empty_slots(case, stage, stage.step)
+    if case.mask is not None and stage.quantity in OF_ROWS:
+        unused |= _rows_without_keys(case, case.mask, stage, shape, tokens)
     if not unused.any():
         return None
     return unused
+
+
+def _empty_slots(case: Case, stage: Stage, step: int) -> np.ndarray:
+    """Return the slots that no token has, for a cache whose slots are not in order; broadcast to
+    the stage.
+    """
+    is_of_slots = "cache" in stage.quantity or stage.quantity == "scores"
+    if not is_of_slots:
+        return np.zeros((), bool)
+    is_empty = case.tokens_in_slots(step) == EMPTY
+    shape = [1] * len(stage.axes)
+    shape[0], shape[stage.axes.index("S")] = is_empty.shape
+    return is_empty.reshape(shape)
+
+
+def _rows_without_keys(
+    case: Case,
+    mask: np.ndarray,
+    stage: Stage,
+    shape: tuple[int, ...],
+    tokens: Mapping[str, np.ndarray] | None,
+) -> np.ndarray:
+    """Return the rows in which the case's own mask, with a causal one, hides every key.
+
+    They are those of padding, which a model computes in any way. The shape is that of the stage,
+    or broadcasts to it.
+    """
+    num_keys = case.capacity if case.is_cached else case.key_len
+    shape_of_mask = (case.batch, case.spec.num_heads, case.seq_len, num_keys)
+    hidden = np.broadcast_to(mask, shape_of_mask).copy()
+    rows = np.arange(case.seq_len)
+    if case.is_causal:
+        hidden |= np.arange(num_keys) > rows[:, None]
+    if stage.step is not None:
+        start = sum(case.chunks[: stage.step])
+        rows = np.arange(start, start + case.chunks[stage.step])
+        hidden = hidden[:, :, rows]
+        slots = np.array(case.lengths_before(stage.step))[:, None] + np.arange(len(rows))
+        hidden |= np.arange(num_keys) > slots[:, None, :, None]
+    elif tokens is not None and "T" in tokens:
+        hidden = hidden[:, :, tokens["T"]]
+    is_empty: np.ndarray = np.all(hidden, axis=-1)  # (B, N, T)
+    if stage.quantity == "output":
+        is_empty = np.all(is_empty, axis=1)
+    return np.broadcast_to(np.expand_dims(is_empty, -1), shape)
 
 
 def without_unused(x: np.ndarray, unused: np.ndarray | None) -> np.ndarray:
@@ -75,6 +127,8 @@ def _used_lengths(case: Case, stage: Stage) -> dict[str, tuple[int, ...]]:
         if "cache" in stage.quantity or stage.quantity == "scores":
             before = case.lengths_before(stage.step)
             lengths["S"] = tuple(np.add(before, added).tolist())
+            if case.cache_slots is not None:
+                lengths.pop("S")
     elif case.key_padding_lengths is not None:
         lengths["S"] = case.key_padding_lengths
         if case.seq_len_k is None:

@@ -37,9 +37,12 @@ def covers(case: Case) -> str:
         *_modules(spec),
         *_rope(spec),
         (f"positions from {case.first_position}", bool(case.first_position)),
+        ("own positions", case.position_ids is not None),
         *_scores(spec),
         (f"cache of {case.capacity} slots", case.is_cached),
         ("ragged", bool(case.new_lengths)),
+        ("own slots", case.cache_slots is not None),
+        *_quantization(case),
         *_parameters(spec),
         *_arrays(case),
     ]
@@ -66,6 +69,7 @@ def _masks(case: Case) -> Settings:
         ("segments", case.segment_ids is not None),
         (f"window {case.window_size}", case.window_size is not None),
         ("random mask", case.random_mask),
+        ("own mask", case.mask is not None),
         ("bias", case.bias),
     ]
 
@@ -120,6 +124,17 @@ def _scores(spec: AttentionSpec) -> Settings:
         (f"soft cap {spec.soft_cap}", spec.soft_cap is not None),
         (f"window {spec.window_size} of the layer", spec.window_size is not None),
         (f"chunks of {spec.chunk_size}", spec.chunk_size is not None),
+    ]
+
+
+def _quantization(case: Case) -> Settings:
+    quantization = case.cache_quantization
+    if quantization is None:
+        return []
+    group = quantization.scale_per.replace("_", " and ")
+    return [
+        (f"{quantization.dtype} cache, a scale per {group}", True),
+        ("keys cached before RoPE", quantization.before_rope),
     ]
 
 

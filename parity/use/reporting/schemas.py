@@ -227,7 +227,7 @@ SCHEMAS = {
         },
     ),
     "cache-size": Schema(1, {"": {"nbytes": "bytes of the cache"}}),
-    "cases": Schema(1, {"": {"cases": "fields of each case"}}),
+    "cases": Schema(2, {"": {"cases": "fields of each case"}}),
     "doctor": Schema(
         1,
         {

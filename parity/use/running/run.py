@@ -228,6 +228,12 @@ def _without_gradients(cases: Iterable[Case]) -> Iterator[NotCompared]:
 
 def _why_skipped(backend: str, case: Case, dtype: str) -> str | None:
     """Return why a backend cannot run a case in a dtype, or None."""
+    if case.cache_quantization is not None:
+        return "no implementation has a quantized cache"
+    if case.cache_slots is not None:
+        return "no implementation has a cache with other slots"
+    if case.is_cached and case.mask is not None:
+        return "no implementation accepts a mask with its cache"
     return load_backend(backend).why_skipped(case, dtype)
 
 

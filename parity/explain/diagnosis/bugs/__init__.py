@@ -25,6 +25,7 @@ from parity.explain.diagnosis.bugs import (
     masks,
     norms,
     precision,
+    quantized_caches,
     ranks,
     rope,
     rope_kinds,
@@ -47,6 +48,7 @@ from parity.explain.diagnosis.sampled_layer import SampledLayer
 from parity.explain.diagnosis.work import CountedArithmetic
 from parity.measure.core.cases import CASES, Case
 from parity.measure.core.problem import Problem
+from parity.measure.core.quantization import CacheQuantization
 from parity.measure.core.weights import dtype_named
 
 __all__ = [
@@ -106,6 +108,7 @@ TOPICS = (
     _topic(rope_kinds.on_several_axes, QKV),
     _topic(rope_kinds.neighbours, QKV),
     _topic(rope.turned_alone, QKV),
+    _topic(rope.own_positions, QKV),
     _topic(weights.fused_qkv, QKV),
     _topic(latents.latents, QKV, CACHE, SCORES),
     _topic(norms.norms, QKV, OUTPUT),
@@ -118,6 +121,8 @@ TOPICS = (
     _topic(heads.padded, OUTPUT),
     _topic(heads.reordered, QKV),
     _topic(masks.used_or_made, MASK, ATTN_WEIGHTS),
+    _topic(masks.own, MASK),
+    _topic(masks.by_slot, MASK),
     _topic(masks.causal, MASK),
     _topic(masks.padding, MASK),
     _topic(masks.window, MASK),
@@ -144,6 +149,7 @@ TOPICS = (
     _topic(weights.residual, OUTPUT),
     _topic(weights.out_columns, OUTPUT),
     _topic(weights.missing_biases, QKV, OUTPUT),
+    _topic(quantized_caches.quantized_caches, CACHE),
     _topic(caches.caches, CACHE),
     _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
     _topic(softmax.empty_rows, ATTN_WEIGHTS),
@@ -225,6 +231,12 @@ def bug_by_name() -> dict[str, Edit]:
         bugs += known_bugs(case)
     # The longest sequence is neither the first nor the last.
     bugs += known_bugs(replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))
+    own = {"mask": np.zeros((1, 1, 1, 1), bool), "position_ids": np.arange(7)[None]}
+    bugs += known_bugs(replace(CASES["rope-gqa"], seq_len=7, is_causal=True, **own))
+    # No case has a quantized cache, or one with other slots.
+    cached = CASES["decode-gqa-rope"]
+    bugs += known_bugs(replace(cached, cache_quantization=CacheQuantization("int8", "head")))
+    bugs += known_bugs(replace(cached, cache_slots=np.arange(cached.seq_len)[None]))
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
     # Orders that are found by comparing are not in the table.
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]

@@ -19,7 +19,7 @@ from parity.measure.core.stages import Values
 
 def batches(case: Case) -> Iterator[Edit]:
     """Compute the context of the wrong tokens; weights of the expected shape are right."""
-    if case.is_cached or case.not_finite or case.bias or case.random_mask or _has_distances(case):
+    if case.is_cached or case.not_finite or case.bias or case.has_own_mask or _has_distances(case):
         return
     bug = SEQUENCES.seen_in("context", "module.output")
     is_square = case.key_len == case.seq_len

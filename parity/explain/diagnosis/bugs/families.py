@@ -134,6 +134,10 @@ CACHE_LENGTHS = BugFamily(
     "cache-positions", "count the real tokens of each call, and nothing else, in its own sequence"
 )
 CACHE_SLOTS = BugFamily("cache-slots", "write new token i into slot length + i")
+CACHE_QUANTIZATION = BugFamily(
+    "cache-quantization",
+    "divide by the layer's own scales, round, and multiply what is read by the same scales",
+)
 
 # ---- Masks ---------------------------------------------------------------------------------------
 

@@ -62,6 +62,41 @@ def used_or_made(case: Case) -> Iterator[Edit]:
         )
 
 
+def by_slot(case: Case) -> Iterator[Edit]:
+    """Yield the mask of slots whose tokens are not in order, as if they were."""
+    if case.cache_slots is None:
+        return
+    in_order = np.arange(case.capacity)[None]
+    yield of_mask(
+        "cache-mask-by-slot",
+        "the mask compares positions with the numbers of slots instead of the tokens in them",
+        {"tokens_in_slots": instead(lambda index: in_order)},
+        fix="keep the position of the token in each slot, and mask by that",
+        page="cache-slots",
+    )
+
+
+def own(case: Case) -> Iterator[Edit]:
+    """Yield bugs in a mask of the case's own that other masks are combined with."""
+    if case.mask is None:
+        return
+    if case.is_causal or case.is_cached or case.key_padding_lengths or case.segment_ids:
+        yield of_mask(
+            "own-mask-ignored",
+            "the mask that was passed is ignored; other masks are used",
+            {"own_mask": instead(np.zeros_like)},
+            fix="combine the passed mask with the others: hide a key if any of them does",
+            page="mask-ignored",
+        )
+        yield of_mask(
+            "own-mask-inverted",
+            "the mask that was passed is inverted before it is combined with the others",
+            {"own_mask": instead(np.logical_not)},
+            fix="let True hide in both masks before they are combined",
+            page="mask-polarity",
+        )
+
+
 def _using(change: Callable[[np.ndarray], np.ndarray]) -> Overrides:
     return {"attn_weights": before(lambda values: ({**values, "mask": change(values["mask"])},))}
 
@@ -96,7 +131,7 @@ def causal(case: Case) -> Iterator[Edit]:
             {"is_later": instead(lambda t, s: s < t)},
             fix="hide every key after the query, s > t: the upper triangle without the diagonal",
         )
-    if (is_triangle and case.key_padding_lengths) or (is_square and case.random_mask):
+    if (is_triangle and case.key_padding_lengths) or (is_square and case.has_own_mask):
         yield of_mask(
             "mask-transposed",
             "the whole mask is transposed, (B, N, S, T) instead of (B, N, T, S)",
@@ -127,7 +162,7 @@ def causal(case: Case) -> Iterator[Edit]:
             fix="count positions from the first key: query i attends to keys 0 … i",
         )
     reach = case.window_size or case.spec.window_size or case.spec.chunk_size
-    is_beside = case.key_padding_lengths or case.random_mask or case.segment_ids
+    is_beside = case.key_padding_lengths or case.has_own_mask or case.segment_ids
     if case.is_cached or (is_causal and reach) or (case.is_causal and is_beside):
         yield of_mask(
             "causal-ignored",
@@ -136,7 +171,7 @@ def causal(case: Case) -> Iterator[Edit]:
             fix="hide a key if any of the masks hides it",
             page="mask-ignored",
         )
-    if not (is_causal or case.random_mask) and case.seq_len > 1:
+    if not (is_causal or case.has_own_mask) and case.seq_len > 1:
         yield bug(
             "causal-unasked",
             "the layer is causal, although the problem is not",
@@ -171,7 +206,7 @@ def padding(case: Case) -> Iterator[Edit]:
     # A causal mask hides right padding from every real token: to show it changes nothing.
     may_show = not (case.is_causal and case.seq_len_k is None and min(lengths) > 0)
     has_other_mask = (
-        case.is_causal or case.random_mask or case.window_size is not None or case.segment_ids
+        case.is_causal or case.has_own_mask or case.window_size is not None or case.segment_ids
     )
     if has_other_mask and may_show:
         yield bug("padding-ignored", "padding is not hidden", {"is_padding": instead(_of_no_pair)})

@@ -39,6 +39,8 @@ class Edit(JsonRecord):
         is_loss: True if it only loses precision. Such bugs are tried last and alone, if the error
             is small.
         shows_in_narrow: True if lost precision also shows in bfloat16 and float16.
+        is_rounding: True if it only rounds in another way: it must reproduce what was observed, up
+            to single numbers.
         shows_alone: True if it shows in a layer that is otherwise right; otherwise it is tried with
             others.
         calls: the calls of a cache that have it; None for every call.
@@ -57,6 +59,7 @@ class Edit(JsonRecord):
     stages: tuple[str, ...] = ()
     is_loss: bool = False
     shows_in_narrow: bool = False
+    is_rounding: bool = False
     shows_alone: bool = True
     calls: frozenset[int] | None = None
     when: str = ""
@@ -100,6 +103,7 @@ def known_bug(
     stages: tuple[str, ...],
     is_loss: bool = False,
     shows_in_narrow: bool = False,
+    is_rounding: bool = False,
     shows_alone: bool = True,
 ) -> Edit:
     """Return an edit that has a name, one page and one fix; see `Edit` for the arguments."""
@@ -112,6 +116,7 @@ def known_bug(
         stages=stages,
         is_loss=is_loss,
         shows_in_narrow=shows_in_narrow,
+        is_rounding=is_rounding,
         shows_alone=shows_alone,
     )
 

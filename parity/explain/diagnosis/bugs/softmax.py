@@ -251,7 +251,7 @@ def empty_rows(case: Case) -> Iterator[Edit]:
             f"empty-row-{name}",
             about,
             {"of_empty_rows": _made(of_scores)},
-            shows_alone=case.random_mask or 0 in (case.key_padding_lengths or ()),
+            shows_alone=case.has_own_mask or 0 in (case.key_padding_lengths or ()),
         )
 
 

@@ -488,7 +488,7 @@ def _family_of_mask(problem: Problem, words: str) -> BugFamily | None:
     """Return the family of a mask in another form, if the masks of a case determine one."""
     case = problem.case
     if words == "transposed":
-        if case.is_causal and not case.random_mask:
+        if case.is_causal and not case.has_own_mask:
             return of.CAUSAL
         return of.POLARITY
     if "head" in words or "(N, B)" in words:

@@ -9,6 +9,7 @@ import numpy as np
 from mha_spec import InputError
 from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.fits.before_rope import before_rope
+from parity.explain.diagnosis.fits.cache_scales import cache_scales
 from parity.explain.diagnosis.fits.mixed import dropouts, lost_rows, mixtures
 from parity.explain.diagnosis.fits.numbers import Recompute, spec_numbers
 from parity.explain.diagnosis.fits.orders import orders, other_stages, shifts, transposes
@@ -58,7 +59,7 @@ OF_SAMPLES = (constants, factors, rounded, offsets)
 """The patterns that a sample of rows and features can show: the others need the whole stage."""
 
 IMPLIED_BY = {
-    "factor": {"zeros"},
+    "factor": {"zeros", "cache scales"},
     "power": {"uniform"},
     "rows": {"factor"},
     "tokens and features": {"factor", "norm"},
@@ -157,6 +158,7 @@ def _patterns(difference: Difference, recompute: Recompute | None) -> list[Edit]
         patterns += group(difference)
     if recompute is not None:
         patterns += spec_numbers(difference, recompute)
+        patterns += cache_scales(difference, recompute)
     if is_sample:
         return patterns
     if not patterns:

@@ -171,7 +171,7 @@ def _families_of_axes(difference: Difference, *, is_of_rows: bool = False) -> Fa
     if difference.stage.kind == "mask":
         if difference.stage.step:
             return ()
-        if difference.problem.case.random_mask:
+        if difference.problem.case.has_own_mask:
             return of.CAUSAL, of.POLARITY
         return (of.CAUSAL,)
     if difference.stage.quantity in TOKENWISE:

@@ -24,7 +24,8 @@ from mha_spec import (
     YarnScaling,
 )
 from parity.measure.core.problem import Problem
-from parity.measure.core.reference import norms
+from parity.measure.core.quantization import FIXED, CacheQuantization
+from parity.measure.core.reference import norms, quantized
 from parity.measure.core.reference.arithmetic import Arithmetic
 from parity.measure.core.reference.rope import amplitude, axes, frequencies, pair_slices
 from parity.measure.core.stages import Step, Values, of_paths, steps_of
@@ -57,8 +58,8 @@ class Layer:
         case = self.problem.case
         t, s = np.arange(case.seq_len)[:, None], np.arange(case.key_len)[None, :]
         shape = (case.batch, case.spec.num_heads, case.seq_len, case.key_len)
-        # Only a random mask differs between heads.
-        num_masks = case.spec.num_heads if case.random_mask else 1
+        # Only a mask of the inputs may differ between heads.
+        num_masks = case.spec.num_heads if "mask" in self.problem.inputs else 1
         masked = np.zeros((case.batch, num_masks, case.seq_len, case.key_len), bool)
         if case.is_causal:
             masked |= self.is_later(t, s)
@@ -69,7 +70,8 @@ class Layer:
             masked |= self.is_padding(s, np.array(case.key_padding_lengths)[:, None, None, None])
         if case.segment_ids is not None:
             masked |= self.is_in_another_segment(np.array(case.segment_ids)[:, None])
-        masked |= self.problem.inputs.get("mask", False)
+        if "mask" in self.problem.inputs:
+            masked |= self.own_mask(self.problem.inputs["mask"])
         return {"mask": np.broadcast_to(self.hidden(masked), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
@@ -220,10 +222,122 @@ class Layer:
             empty = np.zeros(shape, a.dtype)
             slots = a.keep(values.get(f"previous.{cache}{name}", empty)).copy()
             for b in range(case.batch):
+                new_tokens = a.cached(x[b, :, : added[b]])
                 end = before[b] + added[b]
-                slots[b, :, before[b] : end] = a.cached(x[b, :, : added[b]])
+                if case.cache_slots is None:
+                    slots[b, :, before[b] : end] = new_tokens
+                else:
+                    written = self.slots_of_tokens(b, np.arange(before[b], end))
+                    slots[b][:, written] = new_tokens
             grown[f"{cache}{name}"] = slots
         return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
+
+    def slots_of_tokens(self, b: int, tokens: np.ndarray) -> np.ndarray:
+        """Return the slots into which tokens of a sequence are written, by their numbers."""
+        case = self.problem.case
+        slots = np.zeros(case.seq_len, int)
+        for step in range(len(case.chunks)):
+            before, count = case.lengths_before(step)[b], case.added(step)[b]
+            slots[before : before + count] = case.slots_of(step)[b, :count]
+        # A bug may count too many tokens.
+        return slots[np.minimum(tokens, case.seq_len - 1)]
+
+    def tokens_in_slots(self, index: int) -> np.ndarray:
+        """Return the number of the token in each slot after a call, (B or 1, slots).
+
+        Without slots of the case's own, slot s has token s; an empty slot counts as a later token.
+        """
+        case = self.problem.case
+        if case.cache_slots is None:
+            return np.arange(case.capacity)[None]
+        return case.tokens_in_slots(index)
+
+    # ---- With a quantized cache ------------------------------------------------------------------
+
+    def read_back(
+        self, new: dict[str, np.ndarray], first: dict[str, np.ndarray], index: int
+    ) -> dict[str, np.ndarray]:
+        """Return new keys and values of a call as they are read from a quantized cache.
+
+        Args:
+            new: `keys` and `values` of the call, (B, K, T, H).
+            first: those of the first call, of which scales that all tokens share are computed.
+            index: number of the call.
+        """
+        tokens = self.entering_cache(new, index)
+        first_tokens = self.entering_cache(first, 0)
+        positions = self.problem.case.positions(index)
+        heads = {}
+        for name in new:
+            stored = self.quantized(name, tokens, first_tokens)
+            heads[name] = self.leaving_cache(name, stored, positions)
+        return heads
+
+    def entering_cache(self, heads: dict[str, np.ndarray], index: int) -> dict[str, np.ndarray]:
+        """Return keys and values of a call as they enter a quantized cache: wide, 0 in padding."""
+        a, case = self.arithmetic, self.problem.case
+        chunk = np.arange(case.chunks[index])
+        is_real = (chunk < np.array(case.added(index))[:, None])[:, None, :, None]
+        zero = np.zeros((), a.wide)
+        entering = {}
+        for name, x in heads.items():
+            if name == "keys" and self.caches_before_rope():
+                x = self.rotate(x, case.positions(index), -1)
+                # Both directions multiply by the factor of cosines and sines.
+                x = a.widen(x) / a.wide.type(self.attention_factor() ** 2)
+            entering[name] = np.where(is_real, a.widen(x), zero)
+        return entering
+
+    def leaving_cache(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return what was read from a quantized cache as it enters attention."""
+        x = self.arithmetic.keep(x)
+        if name == "keys" and self.caches_before_rope():
+            return self.rotate(x, positions)
+        return x
+
+    def caches_before_rope(self) -> bool:
+        """Return whether a quantized cache stores keys before RoPE."""
+        return self.cache_quantization().before_rope
+
+    def quantized(
+        self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """Return keys or values, rounded to stored numbers, times their scales."""
+        numbers = self.arithmetic.between(tokens[name] / self.cache_scales(name, tokens, first))
+        return self.stored_numbers(numbers) * self.scales_when_read(name, tokens, first)
+
+    def cache_scales(
+        self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """Return the scales of keys or values, (1 or B, 1 or K, 1 or T, 1 or H)."""
+        quantization, num_heads = self.cache_quantization(), self.problem.spec.num_kv_heads
+        scales = quantized.calibrated_scales(quantization, name, num_heads, self.arithmetic.wide)
+        if scales is None:
+            source = first if quantization.scale_per in FIXED else tokens
+            scales = self.computed_scales(source[name], quantized.scale_axes(quantization))
+        return quantized.in_scale_dtype(scales, quantization)
+
+    def computed_scales(self, x: np.ndarray, axes: str) -> np.ndarray:
+        """Return the scales of some keys or values, which differ along some axes."""
+        return quantized.computed_scales(x, self.cache_quantization().largest, axes)
+
+    def scales_when_read(
+        self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """Return the scales by which stored keys or values are multiplied."""
+        return self.cache_scales(name, tokens, first)
+
+    def stored_numbers(self, x: np.ndarray) -> np.ndarray:
+        """Return keys or values, divided by their scales, as the numbers that a cache stores."""
+        dtype = self.cache_quantization().dtype
+        if self.arithmetic.wide == np.float64:
+            return quantized.to_nearest(x, dtype)
+        uncertainty = quantized.uncertainty_before_rounding(self.problem.spec.d_kv)
+        return quantized.to_middle(x, dtype, uncertainty)
+
+    def cache_quantization(self) -> CacheQuantization:
+        """Return the quantization of the cache, which the case must have."""
+        return cast(CacheQuantization, self.problem.case.cache_quantization)
 
     # ---- Parts -----------------------------------------------------------------------------------
 
@@ -263,6 +377,10 @@ class Layer:
 
     def is_in_another_segment(self, ids: np.ndarray) -> np.ndarray:
         return ids[..., :, None] != ids[..., None, :]
+
+    def own_mask(self, mask: np.ndarray) -> np.ndarray:
+        """Return the keys that the mask of the inputs hides, (B, N, T, S)."""
+        return mask
 
     def hidden(self, masked: np.ndarray) -> np.ndarray:
         """Return the mask, True for hidden keys."""
@@ -800,13 +918,16 @@ class CachedCall:
 
     @property
     def slots(self) -> np.ndarray:
-        """Return the slots of new tokens, (B, T)."""
+        """Return the numbers of new tokens, which are also their slots by default, (B, T)."""
         return self.before[:, None] + np.arange(self.x.shape[1])
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         case = self.layer.problem.case
-        t, s = self.slots[:, None, :, None], np.arange(case.capacity)
+        t = self.slots[:, None, :, None]
+        s = self.layer.tokens_in_slots(self.index)[:, None, None]
         masked = self.layer.is_later(t, s) | self.layer.is_out_of_reach(t, s)
+        if case.mask is not None:
+            masked = masked | self.layer.own_mask(self.layer.problem.step_mask(self.index))
         shape = (case.batch, case.spec.num_heads, self.x.shape[1], case.capacity)
         return {"mask": self.layer.hidden(np.broadcast_to(masked, shape))}
 
@@ -834,8 +955,20 @@ class CachedCall:
             grown = layer.appended(cache, values, new, self.before, self.added)
             return grown, layer.expanded(grown[f"{cache}latents"])
         new = {"keys": own["k"], "values": own["v"]}
+        if layer.problem.case.cache_quantization is not None:
+            new = layer.read_back(new, self.of_first_call(own), self.index)
         grown = layer.appended(cache, values, new, self.before, self.added)
         return grown, {"k": grown[f"{cache}keys"], "v": grown[f"{cache}values"]}
+
+    def of_first_call(self, own: Values) -> dict[str, np.ndarray]:
+        """Return the new keys and values of the first call."""
+        if self.index == 0:
+            return {"keys": own["k"], "values": own["v"]}
+        if "first.k" in own:
+            return {"keys": own["first.k"], "values": own["first.v"]}
+        # A module computes its first call from the inputs.
+        heads = self.layer.call(0).qkv({})
+        return {"keys": heads["k"], "values": heads["v"]}
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:
         layer = self.layer

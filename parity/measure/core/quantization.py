@@ -1,0 +1,163 @@
+"""Quantized key/value caches: the numbers that they store, and the scales of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from mha_spec import AttentionSpec, InputError, InputTypeError
+from mha_spec.record import Record
+from mha_spec.rules import as_boolean
+
+StoredDtype = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
+ScalePer = Literal["tensor", "head", "channel", "token", "token_head"]
+ScaleDtype = Literal["float32", "bfloat16", "float16"]
+
+LARGEST: dict[str, float] = {
+    "int8": 127.0,
+    "int4": 7.0,
+    "float8_e4m3fn": 448.0,
+    "float8_e5m2": 57344.0,
+}
+"""Largest number of each stored dtype. Integers are symmetric: -128 and -8 are not used."""
+
+SCALE_AXES: dict[str, str] = {
+    "tensor": "",
+    "head": "K",
+    "channel": "KH",
+    "token": "BS",
+    "token_head": "BKS",
+}
+"""Axes of keys and values, (B, K, S, H), along which scales differ."""
+
+FIXED = ("tensor", "head", "channel")
+"""Scales that all tokens share. Scales of a token are computed when it is written."""
+
+
+@dataclass(frozen=True, repr=False)
+class CacheQuantization(Record):
+    """Quantization of a key/value cache: x is stored as round(x / scale), and read as that times
+    the scale.
+
+    Numbers are rounded to the nearest one of the dtype, half to even, and saturate at the largest.
+    Quantization is symmetric: there is no zero point. A scale is the largest absolute value of its
+    group, divided by the largest number of the dtype (127 for int8). A scale that all tokens share
+    is computed from the real tokens of the first call, and later tokens saturate. A group of zeros
+    has the scale 1. A call attends to all of its tokens as they are read from the cache, including
+    its own.
+
+    Attributes:
+        dtype: stored numbers: `int8`, `int4`, `float8_e4m3fn` or `float8_e5m2`.
+        scale_per: group of numbers with a scale of its own: the whole `tensor`; a key/value `head`;
+            a `channel`, which is a feature of a head; a `token` of a sequence, over all heads; or
+            `token_head`, a head of a token.
+        before_rope: keys are stored before RoPE, and rotated when they are read.
+        scale_dtype: dtype of the scales.
+        key_scales, value_scales: calibrated scales, instead of computed ones: 1 number for
+            `tensor`, K for `head`, K * H for `channel`, head by head. Not of tokens.
+
+    Raises:
+        TypeError: if an attribute has another type.
+        ValueError: if a name is unknown, or scales do not fit.
+
+    Example:
+        >>> parity.CacheQuantization("float8_e4m3fn", key_scales=[0.02], value_scales=[0.01])
+        CacheQuantization('float8_e4m3fn', key_scales=(0.02,), value_scales=(0.01,))
+    """
+
+    _positional = ("dtype",)
+
+    dtype: StoredDtype
+    scale_per: ScalePer = "tensor"
+    before_rope: bool = False
+    scale_dtype: ScaleDtype = "float32"
+    key_scales: Sequence[float] | np.ndarray | None = None
+    value_scales: Sequence[float] | np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        _check_name("dtype", self.dtype, tuple(LARGEST))
+        _check_name("scale_per", self.scale_per, tuple(SCALE_AXES))
+        _check_name("scale_dtype", self.scale_dtype, get_args(ScaleDtype))
+        object.__setattr__(self, "before_rope", as_boolean("before_rope", self.before_rope))
+        for name in ("key_scales", "value_scales"):
+            scales = getattr(self, name)
+            if scales is None:
+                continue
+            object.__setattr__(self, name, _as_scales(name, scales))
+            if self.scale_per not in FIXED:
+                raise InputError(name, "be None for scales of tokens", scale_per=self.scale_per)
+        if (self.key_scales is None) != (self.value_scales is None):
+            rule = "be given together with the other, or not at all"
+            raise InputError(
+                "key_scales",
+                rule,
+                key_scales=self.key_scales,
+                value_scales=self.value_scales,
+            )
+
+    @property
+    def largest(self) -> float:
+        """Largest stored number."""
+        return LARGEST[self.dtype]
+
+    def scales_of(self, name: str) -> tuple[float, ...] | None:
+        """Return the calibrated scales of `keys` or `values`; None if they are computed."""
+        scales = self.key_scales if name == "keys" else self.value_scales
+        if scales is None:
+            return None
+        return tuple(scales)
+
+    def check_layer(self, spec: AttentionSpec) -> None:
+        """Check that a layer can have this cache.
+
+        Raises:
+            ValueError: if it has latents, cannot cache keys before RoPE, or has another number of
+                scales.
+        """
+        if spec.latent is not None:
+            raise InputError("cache_quantization", "be None for a layer with latents")
+        if self.before_rope:
+            norm = spec.qk_norm
+            is_normed_after = norm is not None and norm.after_rope
+            if spec.rope is None or is_normed_after or spec.shared_kv:
+                rule = "be False unless keys are rotated last, by the layer's own RoPE"
+                raise InputError("before_rope", rule, before_rope=True)
+        num_heads = spec.num_kv_heads
+        for name, width in (("keys", spec.head_dim), ("values", spec.value_head_dim)):
+            scales = self.scales_of(name)
+            if scales is None:
+                continue
+            count = {"tensor": 1, "head": num_heads, "channel": num_heads * width}[self.scale_per]
+            if len(scales) != count:
+                argument = f"{name[:-1]}_scales"
+                raise InputError(
+                    argument,
+                    f"have {count} numbers, one for each {self.scale_per}",
+                    len=len(scales),
+                )
+
+
+def _check_name(argument: str, value: object, names: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise InputTypeError(argument, "be a string", type(value).__name__)
+    if value not in names:
+        raise InputError(argument, f"be one of {', '.join(names)}", {argument: value})
+
+
+def _as_scales(argument: str, scales: Any) -> tuple[float, ...]:
+    """Return scales as a tuple of numbers.
+
+    Raises:
+        TypeError: if they are not numbers.
+        ValueError: if one is not positive and finite.
+    """
+    try:
+        array = np.atleast_1d(np.asarray(scales, np.float64)).ravel()
+    except (TypeError, ValueError) as error:
+        raise InputTypeError(argument, "be numbers", type(scales).__name__) from error
+    if not (np.isfinite(array).all() and (array > 0.0).all()):
+        raise InputError(argument, "be positive and finite", {argument: scales})
+    return tuple(array.tolist())

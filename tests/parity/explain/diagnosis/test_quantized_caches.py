@@ -1,0 +1,181 @@
+"""Bugs of quantized caches: a port with one is wrong at its cache, and named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.quantized import Quantizer, computed, problem_of, rightly
+from helpers.samples import sample
+
+import parity
+from parity.measure.core.quantization import CacheQuantization
+from parity.measure.core.stages import stage_named
+
+OTHER = {"keys": "values", "values": "keys"}
+INT8 = CacheQuantization("int8", key_scales=[0.02], value_scales=[0.01])
+E4M3 = CacheQuantization("float8_e4m3fn", "head")
+E5M2 = CacheQuantization("float8_e5m2", "token")
+INT4 = CacheQuantization("int4", "token_head")
+CHANNEL = CacheQuantization("int8", "channel", before_rope=True)
+EVERY = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2, "int4": INT4, "channel": CHANNEL}
+
+
+def one(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    return cache.rounded(x)
+
+
+def missing(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    return cache.rounded(x / cache.scales(name, x))
+
+
+def zero(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x)
+
+
+def twice(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    return rightly(cache, name, x) * cache.scales(name, x)
+
+
+def unquantized(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def truncated(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    scales = cache.scales(name, x)
+    return (x / scales).clamp(-127, 127).trunc() * scales
+
+
+def per_channel(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    scales = cache.of_first_call.setdefault(name, cache.computed(x, "channel"))
+    return cache.rounded(x / scales) * scales
+
+
+def of_values_alone(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    return missing(cache, name, x) if name == "values" else rightly(cache, name, x)
+
+
+BUGS = {
+    "cache-scale-one": one,
+    "cache-scale-missing": missing,
+    "cache-scale-zero": zero,
+    "cache-scale-twice": twice,
+    "cache-not-quantized": unquantized,
+}
+
+
+@sample(10)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cache", EVERY)
+@pytest.mark.parametrize("bug", BUGS)
+def test_wrong_scales_are_named(bug, cache, dtype):
+    """Wrong scales of keys and values are one finding, at the cache, with the right page."""
+    problem = problem_of(EVERY[cache], dtype)
+    diagnosis = parity.diagnose(computed(problem, BUGS[bug]), problem)
+    (found,) = diagnosis.findings
+    assert (found.bugs, stage_named(found.stage).quantity) == ((bug,), "cache.keys")
+    assert "keys and values" in found.about
+    assert diagnosis.more == "mha-parity bugs cache-quantization"
+
+
+@sample(4)
+@pytest.mark.parametrize("cache", EVERY)
+@pytest.mark.parametrize("bug", BUGS)
+def test_outputs_alone_name_wrong_scales(bug, cache):
+    """In float32 the outputs of all calls tell the bug."""
+    problem = problem_of(EVERY[cache])
+    stages = computed(problem, BUGS[bug])
+    outputs = {name: x for name, x in stages.items() if name.endswith(".output")}
+    (found,) = parity.diagnose(outputs, problem).findings
+    assert found.bugs == (bug,)
+
+
+def test_values_alone_are_named_as_such():
+    """If only values are read without their scales, the finding says so."""
+    problem = problem_of(E4M3)
+    (found,) = parity.diagnose(computed(problem, of_values_alone), problem).findings
+    assert found.bugs == ("cache-scale-missing",)
+    assert "cached values are read" in found.about
+
+
+@pytest.mark.parametrize("cache", ["int8", "int4"])
+def test_truncation_to_integers_is_named(cache):
+    """Numbers cut off instead of rounded are named, with and without calibrated scales."""
+    problem = problem_of(EVERY[cache].replace(dtype="int8"))
+    (found,) = parity.diagnose(computed(problem, truncated), problem).findings
+    assert found.bugs == ("cache-rounded-toward-zero",)
+
+
+@pytest.mark.parametrize("cache", ["int8", "e4m3", "e5m2", "int4"])
+def test_scales_of_another_axis_are_named(cache):
+    """A scale for each channel instead of another group is named."""
+    problem = problem_of(EVERY[cache])
+    (found,) = parity.diagnose(computed(problem, per_channel), problem).findings
+    assert found.bugs == ("cache-scale-axis",)
+    assert "each feature of each head" in found.about
+
+
+@pytest.mark.parametrize("cache", ["int8", "e4m3", "channel"])
+def test_order_of_rope_and_rounding_is_named(cache):
+    """Keys quantized on the other side of RoPE are named."""
+    problem = problem_of(EVERY[cache])
+    other = EVERY[cache].replace(before_rope=not EVERY[cache].before_rope)
+    (found,) = parity.diagnose(computed(problem, quantization=other), problem).findings
+    assert found.bugs == ("cache-rope-order",)
+
+
+def test_other_stored_dtype_is_named():
+    """A cache of e5m2 instead of e4m3 is named."""
+    problem = problem_of(E4M3)
+    other = E4M3.replace(dtype="float8_e5m2")
+    (found,) = parity.diagnose(computed(problem, quantization=other), problem).findings
+    assert found.bugs == ("cache-other-dtype",)
+    assert "float8_e5m2 instead of float8_e4m3fn" in found.about
+
+
+@pytest.mark.parametrize("when_read", [False, True])
+def test_exchanged_scales_are_named(when_read):
+    """Scales of keys for values, and the opposite, are named, also if only reads are wrong."""
+
+    def exchanged(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+        read = cache.scales(OTHER[name], x)
+        stored = cache.scales(name, x) if when_read else read
+        return cache.rounded(x / stored) * read
+
+    problem = problem_of(INT8)
+    (found,) = parity.diagnose(computed(problem, exchanged), problem).findings
+    assert found.bugs == ("cache-scales-exchanged",)
+    assert ("when they are read" in found.about) == when_read
+
+
+CALIBRATED = CacheQuantization(
+    "float8_e4m3fn", "head", key_scales=[0.01, 0.02], value_scales=[0.02, 0.01]
+)
+
+
+@pytest.mark.parametrize("quantization", [INT8, CALIBRATED], ids=["int8", "e4m3"])
+@pytest.mark.parametrize("when_read", [False, True])
+def test_scales_of_another_layer_are_fitted(quantization, when_read):
+    """Unknown scales of keys are fitted, verified in all calls, and have the page."""
+
+    def of_another(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+        read = cache.scales(name, x) * (1.3 if name == "keys" else 1.0)
+        stored = cache.scales(name, x) if when_read else read
+        return cache.rounded(x / stored) * read
+
+    problem = problem_of(quantization)
+    (found,) = parity.diagnose(computed(problem, of_another), problem).findings
+    assert found.bugs == ("cache-quantization",)
+    assert ("1.3 times" in found.about) == when_read
+    assert {"step0.cache.keys", "step1.cache.keys", "step2.cache.keys"} <= set(found.stages)
+
+
+def test_grids_are_alike_in_bfloat16():
+    """In bfloat16, scales of another layer do not have the name of another group."""
+
+    def of_another(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+        scales = cache.scales(name, x) * 1.3
+        return cache.rounded(x / scales) * scales
+
+    problem = problem_of(CacheQuantization("int8"), "bfloat16")
+    diagnosis = parity.diagnose(computed(problem, of_another), problem)
+    assert all(name == "cache-quantization" for each in diagnosis.findings for name in each.bugs)
