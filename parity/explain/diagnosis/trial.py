@@ -94,11 +94,14 @@ class Scope:
         only: names or descriptions of the bugs to try; all known bugs by default.
         is_quick: True to try single bugs only, and to leave unexplained stages without a
             description.
+        is_one_by_one: True to try single bugs only, and to let every wrong stage after an
+            unexplained one follow from it.
     """
 
     judged: frozenset[str] | None = None
     only: frozenset[str] | None = None
     is_quick: bool = False
+    is_one_by_one: bool = False
 
 
 EVERYTHING = Scope()

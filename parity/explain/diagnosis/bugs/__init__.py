@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parity.explain.diagnosis.bugs import (
+    backward,
     batches,
     blocks,
     caches,
@@ -50,6 +51,7 @@ from parity.measure.core.weights import dtype_named
 
 __all__ = [
     "FIDELITIES",
+    "GRADIENTS",
     "PRECISIONS",
     "Edit",
     "Override",
@@ -74,13 +76,17 @@ MASK, QKV, CACHE, SCORES, ATTN_WEIGHTS, CONTEXT, OUTPUT = (
 )
 """Steps of the reference."""
 
+GRADIENTS = "gradients"
+"""The backward pass of the reference."""
+
 
 class Topic(NamedTuple):
     """Known bugs of one topic.
 
     Attributes:
         bugs_of: yields those that a case could have, usual ones first.
-        steps: the steps of the reference that they change. All change the step of a whole module.
+        steps: the steps of the reference that they change. All change the step of a whole module,
+            except those of the backward pass.
     """
 
     bugs_of: Callable[[Case], Iterable[Edit]]
@@ -89,6 +95,10 @@ class Topic(NamedTuple):
 
 def _topic(bugs_of: Callable[[Case], Iterable[Edit]], *steps: str) -> Topic:
     return Topic(bugs_of, frozenset([*steps, "whole"]))
+
+
+def _of_backward(bugs_of: Callable[[Case], Iterable[Edit]]) -> Topic:
+    return Topic(bugs_of, frozenset([GRADIENTS]))
 
 
 TOPICS = (
@@ -144,6 +154,14 @@ TOPICS = (
     _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
     _topic(softmax.empty_rows, ATTN_WEIGHTS),
     _topic(precision.rounded_parts, QKV, CACHE, SCORES, ATTN_WEIGHTS, OUTPUT),
+    _of_backward(backward.stopped),
+    _of_backward(backward.groups),
+    _of_backward(backward.stopped_norms),
+    _of_backward(backward.without_gradient),
+    _of_backward(backward.kernels),
+    _of_backward(backward.masks),
+    _of_backward(backward.blocks),
+    _of_backward(backward.narrow_sums),
 )
 """All topics, in the order in which they are tried."""
 
@@ -184,6 +202,8 @@ def known_bugs(case: Case, steps: Collection[str] | None = None) -> list[Edit]:
     bugs: list[Edit] = []
     for topic in TOPICS:
         is_relevant = steps is None or not topic.steps.isdisjoint(steps)
+        if GRADIENTS in topic.steps and not case.has_gradients:
+            continue
         if is_relevant and topic.bugs_of not in left_out:
             bugs += topic.bugs_of(case)
     if spec.shared_kv:
@@ -203,6 +223,8 @@ def bug_by_name() -> dict[str, Edit]:
     bugs += known_bugs(replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]
+    bugs += [*backward.of_dropout(np.ones(1)), *backward.redrawn(np.ones(1))]
+    bugs += [backward.multiplied(2.0)]
     return {bug.name: bug for bug in reversed(bugs)}
 
 
