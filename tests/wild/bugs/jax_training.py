@@ -4,7 +4,7 @@ from wild.bugs.writer import Writer
 
 # A table with one record per bug: the edit next to its description.
 # fmt: off
-m = Writer("jax_training", "train-gqa-causal", "gradients")
+m = Writer("jax_training", "train-gqa-causal", "gradients", in_output=False)
 
 STOP = "jax.lax.stop_gradient"
 WEIGHTS = "weights = softmax(scores, mask).astype(q.dtype)"

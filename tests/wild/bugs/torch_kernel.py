@@ -4,7 +4,7 @@ from wild.bugs.writer import Writer
 
 # A table with one record per bug: the edit next to its description.
 # fmt: off
-m = Writer("torch_kernel", "train-gqa", "gradients")
+m = Writer("torch_kernel", "train-gqa", "gradients", in_output=False)
 
 SUMS = ("dk = dk.unflatten(1, (-1, group)).sum(2)\n"
         "        dv = dv.unflatten(1, (-1, group)).sum(2)")
@@ -39,8 +39,8 @@ m("lse-of-block", "gradient",
 m("scale-lost", "gradient", (DQ, DQ.replace(" * scale", "")), "dq is not scaled.", "grad.q")
 m("delta-lost", "gradient", (DELTA, "d_scores = weights * d_weights"), "The mean of a row is not subtracted.", "grad.q")
 m("dropout-again", "gradient", dropout("0.25, True, True, True"), "Dropout is drawn again in the backward pass.",
-  "attn_weights", case="train-full")
+  "attn_weights", case="train-full", in_output=True)
 m("dropout-unscaled", "gradient", dropout("0.25, False, False, False"),
-  "The backward pass does not divide by 1 - p.", "attn_weights", case="train-full")
+  "The backward pass does not divide by 1 - p.", "attn_weights", case="train-full", in_output=True)
 m("dropout-gradients-unscaled", "gradient", dropout("0.25, False, True, False"),
-  "The gradients of the weights are not divided by 1 - p.", "attn_weights", case="train-full")
+  "The gradients of the weights are not divided by 1 - p.", "attn_weights", case="train-full", in_output=True)

@@ -4,7 +4,7 @@ from wild.bugs.writer import Writer
 
 # A table with one record per bug: the edit next to its description.
 # fmt: off
-m = Writer("torch_training", "train", "gradients")
+m = Writer("torch_training", "train", "gradients", in_output=False)
 
 REPEAT = "keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)"
 ROPE = "q, k = rotate(q, spec.rope.theta), rotate(k, spec.rope.theta)"
