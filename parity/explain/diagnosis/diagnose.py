@@ -102,12 +102,15 @@ def diagnose(
 
 
 def diagnose_trace(trace: Trace) -> Diagnosis:
-    """Find the bugs in the trace of a backend.
+    """Find the bugs in the trace of a backend, except its stages that the reference lacks.
 
     Raises:
         ValueError: if it has no stages.
     """
-    return diagnose(trace.accumulated, trace.problem, arithmetic=trace.arithmetic)
+    # The comparison of traces reports those.
+    unknown = unknown_names([*trace.accumulated], trace.problem)
+    stages = {name: x for name, x in trace.accumulated.items() if name not in unknown}
+    return diagnose(stages, trace.problem, arithmetic=trace.arithmetic)
 
 
 def stages_to_diagnose(
