@@ -452,6 +452,44 @@ def _keys_as_values(_: Plan, append: Any, cache: Any, k: Any, v: Any, **new: Any
     return append(cache, k, k, **new)
 
 
+# ---- The backward pass ---------------------------------------------------------------------------
+
+
+def _stopped(x: Any) -> Any:
+    """Return an array of torch or JAX without its gradient."""
+    if hasattr(x, "detach"):
+        return x.detach()
+    import jax
+
+    return jax.lax.stop_gradient(x)
+
+
+def _with_gradient_times(x: Any, factor: float) -> Any:
+    """Return an array whose gradient is multiplied."""
+    scaled = x * factor
+    return _stopped(x) + (scaled - _stopped(scaled))
+
+
+def _keys_stopped(_: Plan, project_qkv: Any, *inputs: Any) -> Any:
+    q, k, v = project_qkv(*inputs)
+    # The keys stay in the graph, because torch raises an error about unused weights.
+    return q, _with_gradient_times(k, 0.0), v
+
+
+def _first_of_group(plan: Plan, repeat_kv_heads: Any, x: Any, n: int) -> Any:
+    """Repeat heads, and let the first copy of each alone have a gradient."""
+    repeated = repeat_kv_heads(x, n)
+    group = n // x.shape[1]
+    copies = [repeated[:, i : i + 1] for i in range(n)]
+    heads = [copy if i % group == 0 else _stopped(copy) for i, copy in enumerate(copies)]
+    return plan.xp.concatenate(heads, 1)
+
+
+def _gradients_unscaled(plan: Plan, attention_scores: Any, q: Any, k: Any, *rest: Any) -> Any:
+    factor = 1.0 / plan.problem.spec.score_scale
+    return attention_scores(_with_gradient_times(q, factor), _with_gradient_times(k, factor), *rest)
+
+
 # ---- Precision -----------------------------------------------------------------------------------
 
 
@@ -569,6 +607,9 @@ INJECTIONS: dict[str, Injection] = {
     "out-proj-missing": breaking(project_with=_without_out_proj),
     "cache-keys-as-values": breaking(append_to_cache=_keys_as_values),
     "cache-scale-missing": breaking(append_checked=_appended_without_scales),
+    "grad-stopped-at-k": breaking(project_qkv=_keys_stopped),
+    "grad-group-not-summed": breaking(repeat_kv_heads=_first_of_group),
+    "grad-scale-missing": breaking(attention_scores=_gradients_unscaled),
     "precision-bfloat16": products_of(7),
 }
 """By the names of `parity.explain.diagnosis.bugs`, in the order of the pages in

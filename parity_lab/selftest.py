@@ -512,7 +512,9 @@ def run_with_bug(bug: str, case: Case, backend: str, *, seed: int = 0) -> Outcom
     Raises:
         ValueError: if the bug cannot be injected there.
     """
-    expected = _reference(case, seed)
+    # Bugs of the backward pass show in gradients alone.
+    has_gradients = bool(bug) and bool(bug_to_inject(bug, case).backward)
+    expected = _reference(case, seed, with_gradients=has_gradients)
     problem = expected.problem
     with inject(bug, problem, backend) as given:
         trace = record(backend, expected, given)
@@ -544,12 +546,12 @@ def run_with_bug(bug: str, case: Case, backend: str, *, seed: int = 0) -> Outcom
 
 
 @lru_cache(maxsize=len(SELFTEST_CASES))
-def _reference(case: Case, seed: int) -> Reference:
+def _reference(case: Case, seed: int, *, with_gradients: bool = False) -> Reference:
     """Return the reference for all bugs in a case."""
     weights = None
     if case.trained is None:
         weights = random_weights(case.spec, seed)
-    return Reference(make_problem(case, "float32", weights))
+    return Reference(make_problem(case, "float32", weights), with_gradients)
 
 
 @contextmanager

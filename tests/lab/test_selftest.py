@@ -61,6 +61,7 @@ WHOLE_IN_JAX = [(RICH, name) for name in ("", "kv-heads-tiled", "causal-off-by-o
 WHOLE_IN_JAX += [
     pair for pair in IN_JAX if pair[1] in ("nan-leaks", "batch-as-tokens")
 ]  # only in its paths
+WHOLE_IN_JAX += [pair for pair in IN_JAX if pair[1].startswith("grad-")]  # only in gradients
 INJECTED = [("torch", *pair) for pair in IN_TORCH] + [("jax", *pair) for pair in WHOLE_IN_JAX]
 # A bug replaces a function of torch, or weights: these are one for each function. test_diagnose
 # covers every bug in the reference, and test_precision covers lost precision, whose search takes

@@ -7,6 +7,7 @@ name describes the edit itself. A bug without a name in the catalog has none her
 """
 
 from parity.explain.diagnosis.bugs import page_by_bug
+from wild.accepted_gradients import OF_TRAINING, PAGES_OF_TRAINING
 
 
 def of_both(name: str) -> str:
@@ -641,8 +642,12 @@ PAGES: dict[str, str] = {
 }
 """More pages that are right for a bug, in addition to those of the names above: also chosen by the edit."""
 
+PAGES |= PAGES_OF_TRAINING
+
 ACCEPTED: dict[str, frozenset[str]] = {
-    f"{style}-{name}": frozenset(names.split()) for style, table in BY_STYLE.items() for name, names in table.items()
+    f"{style}-{name}": frozenset(names.split())
+    for style, table in sorted((BY_STYLE | OF_TRAINING).items())
+    for name, names in table.items()
 }
 
 ACCEPTED_PAGES: dict[str, frozenset[str]] = {

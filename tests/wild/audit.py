@@ -18,6 +18,14 @@ TOLERANCES = {"float32": (1e-4, 1e-5), "bfloat16": (3e-2, 3e-2), "float16": (5e-
 
 ORDER = list(STAGES)
 
+BACKWARD = (
+    *("out_proj.weight", "out_proj.bias", "gate", "gate_proj.weight", "gate_proj.bias"),
+    *("context", "attn_weights", "v", "scores", "bias", "q", "k"),
+    *("q_norm.weight", "q_proj.weight", "q_proj.bias", "k_norm.weight", "k_proj.weight", "k_proj.bias"),
+    *("v_proj.weight", "v_proj.bias", "query"),
+)
+"""Gradients in the order of the backward pass."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -45,8 +53,15 @@ def differs(actual: np.ndarray, expected: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def in_order(names: Recorded) -> list[str]:
-    """Return the stages in the order of the data flow, call by call."""
-    return sorted(names, key=lambda name: (stage_named(name).step or 0, ORDER.index(stage_named(name).kind)))
+    """Return the stages in the order of the data flow, call by call; gradients in that of the backward pass."""
+
+    def place(name: str) -> tuple[int, int]:
+        stage = stage_named(name)
+        if stage.is_gradient:
+            return 0, len(ORDER) + BACKWARD.index(stage.quantity)
+        return stage.step or 0, ORDER.index(stage.kind)
+
+    return sorted(names, key=place)
 
 
 def measured(bug: Bug) -> Measured:
@@ -66,7 +81,7 @@ def measured(bug: Bug) -> Measured:
     if not found:
         raise AssertionError(f"{bug.id} changes no stage")
     stage = next(iter(found))
-    letters, bad, limited = STAGES[stage_named(stage).kind], found[stage], {}
+    letters, bad, limited = stage_named(stage).axes, found[stage], {}
     for axis, letter in enumerate(letters):
         at = bad.any(axis=tuple(i for i in range(bad.ndim) if i != axis))
         if not at.all():

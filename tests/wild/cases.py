@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from mha_spec import Alibi, AttentionSpec, LinearScaling, Llama3Scaling, Norm, Rope
+from mha_spec import Alibi, AttentionSpec, Gate, LinearScaling, Llama3Scaling, Norm, Rope
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem, make_problem
 
@@ -14,6 +14,7 @@ META = replace(LLAMA, rope=Rope(pairs="interleaved"))
 GEMMA = replace(LLAMA, qk_norm=Norm(weight="1+w"), scale=0.25, soft_cap=5.0)
 GPT_OSS = replace(LLAMA, window_size=3, sinks=True)
 MPT = AttentionSpec(48, 6, qkv_bias=False, out_bias=False, alibi=Alibi())
+TRAIN = AttentionSpec(32, 8, num_kv_heads=2, head_dim=8, rope=Rope(), qk_norm=Norm(), gate=Gate())
 CAUSAL = {"is_causal": True}
 STEPS = {"seq_len": 7, "chunks": (4, 1, 1, 1), "capacity": 10}
 
@@ -85,6 +86,12 @@ LAYERS = {
     "gpt-oss-full": (replace(GPT_OSS, window_size=None, qkv_bias=True, out_bias=True),
                      {"seq_len": 7, **CAUSAL}),
     "capped": (replace(LLAMA, soft_cap=2.0), {"seq_len": 8, "gain": 4.0, **CAUSAL}),
+    "train": (TRAIN, {"seq_len": 8, "key_padding_lengths": (8, 6), **CAUSAL}),
+    "train-biased": (replace(TRAIN, qk_norm=None, num_kv_heads=8), {"seq_len": 6, "bias": True}),
+    "train-gqa": (AttentionSpec(32, 8, num_kv_heads=2), {"seq_len": 8, "key_padding_lengths": (8, 5), **CAUSAL}),
+    "train-gqa-causal": (AttentionSpec(32, 8, num_kv_heads=2), {"seq_len": 7, **CAUSAL}),
+    "train-full": (AttentionSpec(48, 4), {"seq_len": 8}),
+    "train-ring": (AttentionSpec(32, 4, num_kv_heads=2), {"seq_len": 16}),
     "mpt": (MPT, {"seq_len": 8, **CAUSAL}),
     "mpt-four": (replace(MPT, d_model=32, num_heads=4, num_kv_heads=4), {"seq_len": 7, **CAUSAL}),
     "mpt-clipped": (replace(MPT, clip_qkv=0.75), {"seq_len": 8, **CAUSAL}),

@@ -113,7 +113,10 @@ def first_said(stage: str, malformed: Iterable[str]) -> str:
     named = {name for name in (stage, *malformed) if name}
     if not named:
         return ""
-    return min(named, key=lambda name: ((stage_named(name).step or 0), ORDER.index(stage_named(name).kind)))
+    if all(stage_named(name).is_gradient for name in named):
+        return next(name for name in (stage, *malformed) if name)
+    stages = [name for name in named if not stage_named(name).is_gradient]
+    return min(stages, key=lambda name: ((stage_named(name).step or 0), ORDER.index(stage_named(name).kind)))
 
 
 def is_clean(verdict: Verdict) -> bool:

@@ -34,7 +34,7 @@ def _pick(noted: Recorded, names: tuple[str, ...]) -> Recorded:
     return {
         name: noted[name]
         for name, stage in stages.items()
-        if stage.quantity in names and (stage.step is not None or stage.quantity not in CACHE)
+        if not stage.is_gradient and stage.quantity in names and (stage.step is not None or stage.quantity not in CACHE)
     }
 
 
@@ -76,6 +76,25 @@ def last_stages(noted: Recorded, problem: Problem) -> Recorded:
 def first_and_last(noted: Recorded, problem: Problem) -> Recorded:
     """The stages that forward hooks on the projections record: q, k, v by heads, context and output."""
     return _pick(noted, ("q", "k", "v", "context", "output"))
+
+
+BETWEEN = tuple(f"grad.{name}" for name in ("context", "attn_weights", "v", "scores", "q", "k", "gate"))
+
+
+def gradients(noted: Recorded, problem: Problem) -> Recorded:
+    """The stages of a training step, and all gradients that it has."""
+    return plain(noted, problem) | {name: x for name, x in noted.items() if stage_named(name).is_gradient}
+
+
+def gradients_alone(noted: Recorded, problem: Problem) -> Recorded:
+    """The gradients of weights and inputs, which people compare first."""
+    found = gradients(noted, problem)
+    return {name: x for name, x in found.items() if stage_named(name).is_gradient and name not in BETWEEN}
+
+
+def gradients_between(noted: Recorded, problem: Problem) -> Recorded:
+    """The gradients of stages alone, as hooks record them."""
+    return {name: x for name, x in noted.items() if name in BETWEEN}
 
 
 def growing(noted: Recorded, problem: Problem) -> Recorded:
@@ -167,6 +186,9 @@ RECORDINGS: dict[str, Recording] = {
     "last-stages": last_stages,
     "hooks": first_and_last,
     "growing": growing,
+    "gradients": gradients,
+    "gradients-alone": gradients_alone,
+    "gradients-between": gradients_between,
     "dirty-slots": dirty_slots,
     "bthd": changed(QKVC, bthd),
     "flat": changed(QKVC, flat),

@@ -80,7 +80,7 @@ class Bug:
         style: the module of the port.
         case: the layer.
         kind: what sort of bug: `axes`, `heads`, `rope`, `scale`, `mask`, `softmax`, `bias`, `norm`, `cap`, `sinks`,
-            `window`, `alibi`, `precision`, `cache`, `weights`, `gain`, `exotic`.
+            `window`, `alibi`, `precision`, `cache`, `weights`, `gain`, `gradient`, `exotic`.
         edit: the text that is replaced, which stands once in the port, and what replaces it.
         says: what is wrong, in a sentence.
         stage: the first stage that is wrong, of those that are recorded.

@@ -30,6 +30,9 @@ CASES = {
     "decode": ("decode", "decode-ragged", "decode-gpt", "decode-one", "decode-mqa"),
     "gemma": ("gemma", "gemma-window", "gemma-loud", "gemma-plain", "mistral", "llama"),
     "mpt": ("mpt", "mpt-four", "mpt-clipped", "mpt-normed"),
+    "torch_training": ("train", "train-biased", "train-gqa", "train-full", "llama", "gpt"),
+    "torch_kernel": ("train-gqa", "train-full", "train-gqa-causal", "train-ring", "gpt"),
+    "jax_training": ("train-gqa-causal", "train-ring", "gpt"),
 }  # fmt: skip
 """Layers that each port supports, its own layers first."""
 
@@ -54,10 +57,14 @@ RECORDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gemma": (("gemma", "gemma-window"), (*SHAPES, "mask-visible", "mask-t-s", "scores-unscaled", "scores-masked",
                                           "before-rope", "before-norm", "kv-repeated")),
     "mpt": (("mpt",), (*SHAPES, "mask-visible", "mask-t-s", "scores-masked")),
+    "torch_training": (("train",), ("gradients", "gradients-alone", "gradients-between")),
+    "torch_kernel": (("train-gqa", "train-full"), ("gradients", "gradients-alone", "gradients-between")),
+    "jax_training": (("train-gqa-causal", "train-ring"), ("gradients", "gradients-alone")),
 }  # fmt: skip
 """Other ways to record each port: the layers and the variants."""
 
 IN_JAX = ("flax_linen", "jnp_einsum", "decode")
+TRAINING = ("torch_training", "torch_kernel", "jax_training")
 WITH_A_CHOICE = ("nanogpt", "bert", "llama", "meta_llama", "flax_linen", "jnp_einsum", "gemma", "mpt")
 
 
@@ -90,8 +97,16 @@ def _rights() -> Iterator[Right]:
             for recording in recordings:
                 yield Right(style, case, 0, "float32", how, recording)
             yield Right(style, case, 0, "bfloat16", how, recordings[0])
+        if style in TRAINING:
+            continue
         for dtype in ("bfloat16", "float16"):
             yield Right(style, cases[0], 0, dtype, How(), "upcast")
+    for style in TRAINING:
+        for case in CASES[style]:
+            for dtype in ("float32", "bfloat16", "float16"):
+                for seed in (0, 1):
+                    yield Right(style, case, seed, dtype, How(), "gradients")
+                    yield Right(style, case, seed, dtype, How(), "gradients-alone")
     yield from _with_choices()
 
 

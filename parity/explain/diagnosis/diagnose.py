@@ -26,6 +26,7 @@ from parity.explain.diagnosis.at_size import diagnosed_by_first_call, diagnosed_
 from parity.explain.diagnosis.bugs.record import Edits
 from parity.explain.diagnosis.choices import choices_for
 from parity.explain.diagnosis.findings import Diagnosis, Finding
+from parity.explain.diagnosis.gradients import check_names, diagnose_gradients, unknown_names
 from parity.explain.diagnosis.hidden import hidden_bugs
 from parity.explain.diagnosis.precision import lost_in_dtype, lost_in_products
 from parity.explain.diagnosis.remembered import Remembered, RememberingReference, remembered_of
@@ -50,7 +51,7 @@ from parity.measure.core.compare import Comparison
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import ARITHMETICS, UNFUSED
 from parity.measure.core.stages import STAGES, stage_named
-from parity.measure.core.trace import Reference, Trace
+from parity.measure.core.trace import Reference, Trace, with_absent_gradients
 from parity.measure.core.user_code import user_code
 from parity.measure.core.weights import is_floating
 
@@ -91,8 +92,10 @@ def diagnose(
         known = [*ARITHMETICS, *UNFUSED]
         raise InputError("arithmetic", f"be one of {known}", arithmetic=arithmetic)
     arithmetic = arithmetic or arithmetic_of(observed)
-    stages = stages_of("observed", observed, "output")
-    reference = RememberingReference(problem, stages=frozenset(stages))
+    stages = stages_of("observed", with_absent_gradients(observed, problem), "output")
+    check_names([*stages], problem)
+    has_gradients = any(stage_named(name).is_gradient for name in stages)
+    reference = RememberingReference(problem, has_gradients, frozenset(stages))
     diagnosis = diagnose_stages(stages, reference, arithmetic, seconds)
     if diagnosis.is_wrong:
         return diagnosis
@@ -100,12 +103,23 @@ def diagnose(
 
 
 def diagnose_trace(trace: Trace) -> Diagnosis:
-    """Find the bugs in the trace of a backend.
+    """Find the bugs in the trace of a backend, except its stages that the reference lacks.
 
     Raises:
         ValueError: if it has no stages.
     """
-    return diagnose(trace.accumulated, trace.problem, arithmetic=trace.arithmetic)
+    # The comparison of traces reports those.
+    unknown = unknown_names([*trace.accumulated], trace.problem)
+    stages = {name: x for name, x in trace.accumulated.items() if name not in unknown}
+    return diagnose(stages, trace.problem, arithmetic=trace.arithmetic)
+
+
+def stages_to_diagnose(
+    stages: Mapping[str, np.ndarray], reference: Reference
+) -> dict[str, np.ndarray]:
+    """Return the stages and gradients of a problem among arrays by name."""
+    unknown = unknown_names([*stages], reference.problem)
+    return {name: x for name, x in stages.items() if name not in unknown}
 
 
 def diagnose_stages(
@@ -130,6 +144,35 @@ def diagnose_stages(
         ValueError: if no stage is one of the problem's.
     """
     problem = reference.problem
+    gradients: dict[str, np.ndarray] = {}
+    of_forward: dict[str, np.ndarray] = {}
+    for name, x in stages.items():
+        if stage_named(name).is_gradient:
+            gradients[name] = x
+        else:
+            of_forward[name] = x
+    diagnosis = Diagnosis()
+    if of_forward or not gradients:
+        diagnosis = _diagnosed_forward(
+            of_forward, reference, arithmetic, seconds, comparisons, candidates
+        )
+    if gradients:
+        diagnosis = diagnose_gradients(
+            diagnosis, of_forward, gradients, reference, arithmetic, seconds
+        )
+    return replace(diagnosis, dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
+
+
+def _diagnosed_forward(
+    stages: Mapping[str, np.ndarray],
+    reference: Reference,
+    arithmetic: str,
+    seconds: float,
+    comparisons: Iterable[Comparison],
+    candidates: Edits,
+) -> Diagnosis:
+    """Find the bugs in stages of the forward pass: see `diagnose_stages`."""
+    problem = reference.problem
     observation = _Observation(stages, reference, arithmetic, candidates)
     known = {comparison.stage: comparison for comparison in comparisons}
     if not is_large(problem):
@@ -140,8 +183,7 @@ def diagnose_stages(
         diagnosis, compared = _diagnosed_by_calls(observation, known, seconds)
     else:
         diagnosis, compared = _diagnosed_at_size(observation, seconds)
-    diagnosis = _measured_as_a_whole(diagnosis, compared)
-    return replace(diagnosis, dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
+    return _measured_as_a_whole(diagnosis, compared)
 
 
 @dataclass(frozen=True)
@@ -423,6 +465,8 @@ def _hidden_bugs(
     stages: Mapping[str, np.ndarray], reference: Reference, arithmetic: str
 ) -> tuple[str, ...]:
     """Return the names of known bugs that the compared stages would not show in their dtype."""
+    if all(stage_named(name).is_gradient for name in stages):
+        return ()
     problem, remembered = reference.problem, remembered_of(reference)
     if not is_large(problem):
         base = remembering(remembered)
@@ -467,7 +511,7 @@ def observe(
             ) from error
         stages = stages_of("the function's", _stages_in(result), "output")
         stages = {name: np.array(x) for name, x in stages.items()}
-    unknown = sorted(stages.keys() - STAGES.keys())
+    unknown = unknown_names([*stages], problem)
     if unknown:
         names_of_stages = ", ".join(name for name in STAGES if "." not in name)
         rule = f"be named as in STAGES, {names_of_stages}"

@@ -633,7 +633,7 @@ class Diagnosis(JsonRecord):
 
 def plain(edit: Edit) -> Edit:
     """Return an edit as plain data, without what it overrides in the reference."""
-    return replace(edit, overrides={}, spec=None)
+    return replace(edit, overrides={}, spec=None, backward={})
 
 
 def excess(stage: str, error: float, ratio: float) -> str:

@@ -332,6 +332,10 @@ class _PartSearch:
                 self._leave(unexplained, stages)
             # The next stages are computed from the observed values of this one.
             stages = stages[stages.index(unexplained) + 1 :]
+            if self.trial.scope.is_one_by_one:
+                for stage in self.trial.wrong(stages, self.edits):
+                    self._add_following(len(self.findings) - 1, stage)
+                return
 
     def _chain(self, stages: Sequence[str]) -> _Chain:
         """Return the shortest way to explain all stages, or one that reaches far: single bugs
@@ -339,7 +343,7 @@ class _PartSearch:
         """
         trial = self.trial
         best = self._best_chain(stages, self.edits, most=1)
-        if trial.scope.is_quick or not best.unexplained:
+        if trial.scope.is_quick or trial.scope.is_one_by_one or not best.unexplained:
             return best
         is_of_module = bool(stage_named(best.unexplained).path)
         if is_of_module and _repeats_a_loss(trial, best.unexplained, self.edits):

@@ -26,6 +26,11 @@ TOKENS = {
     "context": 2,
     "output": 1,
     "segment_ids": 1,
+    "grad.output": 1,
+    "grad.context": 2,
+    "grad.q": 2,
+    "grad.k": 2,
+    "grad.v": 2,
 }
 """The token axis along which values are joined."""
 
@@ -104,7 +109,17 @@ class Sequences:
     @property
     def stages(self) -> dict[str, np.ndarray]:
         """The stages that the reference also computes, as if all tokens had come at once."""
-        return {name: x for name, x in self.values.items() if name not in NO_STAGES}
+        stages = {name: x for name, x in self.values.items() if name not in NO_STAGES}
+        return {name: x for name, x in stages.items() if not name.startswith("grad.")}
+
+    @property
+    def gradients(self) -> dict[str, np.ndarray]:
+        """The gradients of stages, if that of the output was recorded."""
+        if "grad.output" not in self.values:
+            return {}
+        gradients = {name: x for name, x in self.values.items() if name.startswith("grad.")}
+        del gradients["grad.output"]
+        return gradients
 
     @property
     def stages_by_step(self) -> dict[str, np.ndarray]:
@@ -365,7 +380,9 @@ def _by_padding(calls: list[TappedCall]) -> list[Sequences]:
         chunks = tuple([int(is_real[start:stop].sum()) for start, stop in pairwise(stops)])
         values = {}
         for name, x in joined.items():
-            values[name] = _taken(name, x, rows, tokens, is_cross=is_cross)
+            # The gradients of real tokens may depend on padding, which is removed.
+            if is_real.all() or not name.startswith("grad."):
+                values[name] = _taken(name, x, rows, tokens, is_cross=is_cross)
         caches_of_rows = {}
         for step_and_part, x in caches.items():
             caches_of_rows[step_and_part] = _taken_cache(x, rows, tokens, is_cross=is_cross)

@@ -16,6 +16,7 @@ from parity.explain.diagnosis.diagnose import SECONDS, Diagnosis, diagnose
 from parity.explain.diagnosis.findings import Finding
 from parity.explain.diagnosis.sampling import is_large
 from parity.explain.diagnosis.search import search
+from parity.explain.diagnosis.tap_gradients import compared_gradients
 from parity.explain.diagnosis.tap_layers import (
     LayerWeights,
     PlainSpecs,
@@ -202,6 +203,16 @@ class _TapJudge:
             verdict = replace(
                 verdict, left_out=f"in sequence {rows} of its batch {verdict.left_out}"
             )
+        if verdict.difference is None:
+            gradients, diagnosis = compared_gradients(
+                problems,
+                layer.module,
+                _arithmetic_of(layer),
+                scales_queries=layer.scale == 1.0,
+                diagnoses=self.diagnoses,
+            )
+            compared = [*verdict.comparisons, *gradients]
+            return replace(verdict, comparisons=compared, diagnosis=diagnosis)
         if verdict.diagnosis is None or verdict.diagnosis.is_known:
             return verdict
         others = other_specs(known, self.specs)

@@ -65,7 +65,7 @@ MOST_BYTES = 2**29
 """Bytes of their steps."""
 
 
-class _LayerKey(NamedTuple):
+class LayerKey(NamedTuple):
     """The settings on which the steps of a layer depend.
 
     Attributes:
@@ -95,7 +95,7 @@ class _EditedLayer:
         computed: the stages of each computed step.
     """
 
-    key: _LayerKey
+    key: LayerKey
     overridden: set[str] = field(default_factory=set)
     is_replaced: bool = False
     is_registered: bool = False
@@ -124,11 +124,14 @@ class Scope:
         only: names or descriptions of the bugs to try; all known bugs by default.
         is_quick: True to try single bugs only, and to leave unexplained stages without a
             description.
+        is_one_by_one: True to try single bugs only, and to let every wrong stage after an
+            unexplained one follow from it.
     """
 
     judged: frozenset[str] | None = None
     only: frozenset[str] | None = None
     is_quick: bool = False
+    is_one_by_one: bool = False
 
 
 EVERYTHING = Scope()
@@ -216,7 +219,7 @@ class Trial:
             vars(self).pop(name, None)
         self._structural_by_steps: dict[frozenset[str], list[Edit]] = {}
         self._losses_by_steps: dict[frozenset[str], list[Edit]] = {}
-        self._layers: dict[_LayerKey, _EditedLayer] = {}
+        self._layers: dict[LayerKey, _EditedLayer] = {}
         self._bytes = 0
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
         self._judgements: dict[tuple[Any, ...], Judgement] = {}
@@ -239,7 +242,7 @@ class Trial:
             return self._reference.by_step("float64", self.arithmetic)
         steps: list[dict[str, np.ndarray]] = []
         values: dict[str, np.ndarray] = {}
-        for step in self._steps(_LayerKey((), "float64", "", ALL)):
+        for step in self._steps(LayerKey((), "float64", "", ALL)):
             with np.errstate(all="ignore"):
                 steps.append(run(step, values))
             values |= steps[-1]
@@ -343,7 +346,7 @@ class Trial:
             known = self._of_reference(dtype, arithmetic)
             if known:
                 return known[index]
-        whole = self._layer(_LayerKey(edits, dtype, arithmetic, ALL))
+        whole = self._layer(LayerKey(edits, dtype, arithmetic, ALL))
         if index in whole.computed:
             return whole.computed[index]
         quantity = stage_named(stage).quantity if stage and self.observed else ""
@@ -358,7 +361,7 @@ class Trial:
         except KeyError:  # a bug confuses two of them
             return self._until(index, whole)[1]
 
-    def _layer(self, key: _LayerKey) -> _EditedLayer:
+    def _layer(self, key: LayerKey) -> _EditedLayer:
         """Return a layer with edits, and what was computed of it."""
         if key in self._layers:
             return self._layers[key]
@@ -487,7 +490,7 @@ class Trial:
             return ()
         return self._reference.by_step(dtype, self.arithmetic)
 
-    def _steps(self, key: _LayerKey) -> Sequence[Step]:
+    def _steps(self, key: LayerKey) -> Sequence[Step]:
         """Return the steps of the reference with edits, as functions."""
         edits = key.edits
         arithmetic = key.arithmetic
@@ -764,7 +767,7 @@ class Trial:
         if actual.shape != expected.shape:
             return None
         index = self.step_of[stage]
-        before = self._until(index, self._layer(_LayerKey(edits, "float64", "", ALL)))[0]
+        before = self._until(index, self._layer(LayerKey(edits, "float64", "", ALL)))[0]
         others = {
             name: x for name, x in before.items() if self.step_of[name] <= index and name != stage
         }

@@ -36,11 +36,16 @@ STAGES: dict[str, tuple[str, ...]] = {
     "fused.output": ("B", "T", "E"),
     "blocks.output": ("B", "T", "E"),
     "plain.output": ("B", "T", "E"),
+    "grad.gate": ("B", "T", "G"),
+    "grad.context": ("B", "N", "T", "H"),
+    "grad.attn_weights": ("B", "N", "T", "S"),
+    "grad.v": ("B", "K", "S", "H"),
+    "grad.scores": ("B", "N", "T", "S"),
+    "grad.bias": ("B", "N", "T", "S"),
+    "grad.q": ("B", "N", "T", "H"),
+    "grad.k": ("B", "K", "S", "H"),
     "grad.query": ("B", "T", "d_in"),
     "grad.key": ("B", "S", "d_kv"),
-    "grad.k": ("B", "K", "S", "H"),
-    "grad.v": ("B", "K", "S", "H"),
-    "grad.bias": ("B", "N", "T", "S"),
 }
 """Stages in the order of the data flow, with their axes.
 
@@ -49,8 +54,9 @@ the output of gate_proj; `latents`, if any, are the cached vectors, and `cache.k
 `cache.values` their expansions.) `module.*` is computed by the module, with attention weights;
 `fused.output` by the module without them; `blocks.output` likewise, with even small cases block by
 block; `plain.output` by the tutorial, `plain.py`. `grad.*` are gradients for a fixed cotangent of
-the output, of the inputs and of each weight by name; `fused.grad.*` and `blocks.grad.*` are those
-of these paths. With a cache, names start with the step: `step3.scores`.
+the output, of the inputs and of each weight by name, and of stages if these are recorded, in the
+order of the backward data flow; `fused.grad.*` and `blocks.grad.*` are those of these paths. With a
+cache, names start with the step: `step3.scores`.
 """
 
 FUSED_PATHS = ("fused", "blocks")

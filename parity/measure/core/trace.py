@@ -176,9 +176,12 @@ class Reference:
             values = reference.without_scores(layer)
             values |= of_paths(values)
         if self.with_gradients:
-            values |= reference.gradients(self.problem, dtype)
-            fused = reference.gradients(self.problem, dtype, fused=True)
-            for path in FUSED_PATHS:
+            between = self._has_stages_between
+            values |= reference.gradients(self.problem, dtype, with_stages=between)
+            fused: dict[str, np.ndarray] = {}
+            if self._fused_paths:
+                fused = reference.gradients(self.problem, dtype, fused=True, with_stages=between)
+            for path in self._fused_paths:
                 for name, gradient in fused.items():
                     values[f"{path}.{name}"] = gradient
         return values
@@ -208,6 +211,27 @@ class Reference:
             return True
         quantities = {stage_named(name).quantity for name in self.stages}
         return not quantities.isdisjoint(("scores", "attn_weights"))
+
+    @property
+    def _fused_paths(self) -> list[str]:
+        """Return the fused paths whose gradients are required."""
+        if self.stages is None:
+            return [*FUSED_PATHS]
+        required = set()
+        for name in self.stages:
+            stage = stage_named(name)
+            if stage.is_gradient:
+                required.add(stage.path)
+        return [path for path in FUSED_PATHS if path in required]
+
+    @property
+    def _has_stages_between(self) -> bool:
+        """Return whether gradients of stages are required, and not only of inputs and weights."""
+        for name in self.stages or ():
+            stage = stage_named(name)
+            if stage.is_gradient and f"grad.{stage.quantity}" in reference.STAGES_BETWEEN:
+                return True
+        return False
 
     @property
     def _is_before_scores(self) -> bool:
@@ -311,12 +335,26 @@ class Reference:
         """Magnitude of the terms of each gradient."""
         if not self.with_gradients:
             return {}
-        magnitudes = reference.gradient_magnitudes(self.problem)
+        between = self._has_stages_between
+        magnitudes = reference.gradient_magnitudes(self.problem, with_stages=between)
         of_fused_paths = {}
-        for path in FUSED_PATHS:
+        for path in self._fused_paths:
             for name, magnitude in magnitudes.items():
                 of_fused_paths[f"{path}.{name}"] = magnitude
         return magnitudes | of_fused_paths
+
+
+def with_absent_gradients(observed: Any, problem: Problem) -> Any:
+    """Return stages in which a gradient that is None, as in torch, is 0."""
+    if not isinstance(observed, Mapping):
+        return observed
+    arrays = {**problem.inputs, **problem.weights}
+    stages = dict(observed)
+    for name, x in observed.items():
+        stage = stage_named(str(name))
+        if x is None and stage.is_gradient and stage.quantity in arrays:
+            stages[name] = np.zeros_like(arrays[stage.quantity])
+    return stages
 
 
 BEFORE_SCORES = ("mask", "qkv")

@@ -36,6 +36,11 @@ VALUES = {
     "attn_weights": ("B", "N", "T", "S"),
     "context": ("B", "N", "T", "H"),
     "output": ("B", "T", "E"),
+    "grad.output": ("B", "T", "E"),
+    "grad.context": ("B", "N", "T", "H"),
+    "grad.q": ("B", "N", "T", "H"),
+    "grad.k": ("B", "K", "T", "H"),
+    "grad.v": ("B", "K", "T", "H"),
 }
 """Values that a call may hold, with the axes of each, in the model's own dtypes.
 
@@ -51,6 +56,8 @@ observed, outputs of projections are stored as `projections.<name>`.
 
 `segment_ids` tells which tokens of one sequence attend to each other, if the attention function was
 called once per segment. Its inputs and outputs are then joined.
+
+`grad.output` and others are gradients of a training step, of the layers of transformers.
 
 A layer that attends to another sequence has `key_input`, `k` and `v` in the first of several calls
 with a cache, and `key_is_real` is False for padding of that sequence. `value_input` is present only

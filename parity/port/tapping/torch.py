@@ -249,6 +249,10 @@ class _TorchListener:
         num_keys: length of the other sequence; 0 for self-attention.
         history: keys and values of all calls so far, or of the other sequence and its input.
         segments: values of the attention function in its earlier calls of this layer's call.
+        has_gradients: whether the input of the running call has a gradient: then each value that is
+            computed from it must have one.
+        names_of_gradients: names of gradients that the running call may have.
+        hooks_of_gradients: hooks on tensors of all calls.
     """
 
     def __init__(
@@ -273,12 +277,16 @@ class _TorchListener:
         self.num_keys = 0
         self.history: dict[str, np.ndarray] = {}
         self.segments: list[dict[str, np.ndarray]] = []
+        self.has_gradients = False
+        self.names_of_gradients: list[str] = []
+        self.hooks_of_gradients: list[Any] = []
 
     def listen(self, stack: ExitStack) -> None:
         """Register hooks on the module and its projections; the stack removes them."""
         # torch calls no hook if the module raises a BaseException, such as SystemExit or an
         # interrupt.
         stack.callback(self.operations.stop)
+        stack.callback(self._forget_gradients)
         if isinstance(self.module, nn.MultiheadAttention):
             # It leaves its fast path if it has hooks.
             _around_forward(self.module, self._called, self._left, self._returned, stack)
@@ -315,6 +323,8 @@ class _TorchListener:
         other_arguments = dict(arguments)
         layer_input = other_arguments.pop(input_name)
         x = self.values["input"] = self._batched(layer_input)
+        self.has_gradients = layer_input.requires_grad
+        self.names_of_gradients = []
         num_tokens = x.shape[-2] if x.ndim > 1 else 0
         self.adds_residual = arguments.get("residual") is not None
         self._open_cache(arguments, num_tokens)
@@ -439,6 +449,10 @@ class _TorchListener:
             self.first_key = max(0, num_past + num_tokens - key.shape[2])
             self._record_self_keys("k", "cache.keys", key, num_past, num_tokens)
             self._record_self_keys("v", "cache.values", value, num_past, num_tokens)
+            if key.shape[2] == num_tokens and not self.segments:
+                self._record_gradient("grad.q", query)
+                self._record_gradient("grad.k", key)
+                self._record_gradient("grad.v", value)
 
     def _record_mask(self, query: Tensor, mask: Tensor) -> None:
         """Record a mask of self-attention, and padding, if only this mask shows it."""
@@ -504,8 +518,48 @@ class _TorchListener:
         context, *rest = result if isinstance(result, tuple) else (result,)
         if isinstance(context, Tensor) and context.ndim == 4:
             self.values["context"] = to_numpy(context.transpose(1, 2))
+            self._record_gradient("grad.context", context, axes_to_swap=(1, 2))
         if rest and isinstance(rest[0], Tensor) and rest[0].ndim == 4:
             self.values["attn_weights"] = to_numpy(rest[0])
+
+    def _record_gradient(
+        self, name: str, x: Tensor, axes_to_swap: tuple[int, int] | None = None
+    ) -> None:
+        """Record the gradient of a tensor of this call when the backward pass computes it."""
+        if self.has_gradients:
+            self.names_of_gradients.append(name)
+        if not x.requires_grad:
+            return
+        values = self.values
+
+        def record(gradient: Tensor) -> None:
+            if axes_to_swap is not None:
+                gradient = gradient.transpose(*axes_to_swap)
+            values[name] = to_numpy(gradient)
+
+        self.hooks_of_gradients.append(x.register_hook(record))
+
+    def _record_cotangent(self, output: Tensor) -> None:
+        """Record the gradient of the output, where the backward pass of the layer begins.
+
+        A gradient that the backward pass does not reach is 0.
+        """
+        if not output.requires_grad or not self.has_gradients:
+            return
+        values, names = self.values, self.names_of_gradients
+
+        def record(gradient: Tensor) -> None:
+            values["grad.output"] = self._batched(gradient)
+            for name in names:
+                values.setdefault(name, np.zeros_like(values[name.removeprefix("grad.")]))
+
+        self.hooks_of_gradients.append(output.register_hook(record))
+
+    def _forget_gradients(self) -> None:
+        """Remove the hooks on tensors."""
+        for hook in self.hooks_of_gradients:
+            hook.remove()
+        self.hooks_of_gradients = []
 
     # The call of the layer ends.
 
@@ -530,6 +584,7 @@ class _TorchListener:
             self.values["output"] = list(self.projections.values())[-1]
         elif isinstance(output, Tensor):
             self.values["output"] = self._batched(output)
+            self._record_cotangent(output)
         is_ours = type(module).__module__.startswith("mha_torch.")
         if is_ours and rest and isinstance(rest[0], Tensor):
             self.values["attn_weights"] = to_numpy(rest[0])

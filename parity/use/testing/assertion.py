@@ -29,7 +29,7 @@ from parity.measure.core.compare import unit_of_rounding as unit
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import ARITHMETICS
 from parity.measure.core.stages import STAGES, stage_named
-from parity.measure.core.trace import Reference
+from parity.measure.core.trace import Reference, with_absent_gradients
 from parity.measure.text import some_of
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ def judge(
     # The comparison and the diagnosis share a reference, which computes each stage once.
     reference = None
     if isinstance(problem, Problem):
+        actual = with_absent_gradients(actual, problem)
         reference = _reference_for(actual, problem, stage)
     comparisons = compare_arrays(
         actual,
@@ -162,11 +163,12 @@ def judge(
     )
     if reference is None or not diagnose or first_difference(comparisons) is None:
         return comparisons, None
-    stages = stages_of("actual", actual, stage)
-    if not any(stage_named(name).kind in STAGES for name in stages):
-        return comparisons, None
     # Only a difference needs the diagnosis, which is most of the package.
-    from parity.explain.diagnosis.diagnose import diagnose_stages
+    from parity.explain.diagnosis.diagnose import diagnose_stages, stages_to_diagnose
+
+    stages = stages_to_diagnose(stages_of("actual", actual, stage), reference)
+    if not stages:
+        return comparisons, None
 
     if arithmetic is None:
         arithmetic = arithmetic_of(actual)
@@ -323,8 +325,7 @@ def _as_recorded(
 ) -> list[Comparison]:
     """Compare stages again after undoing the conventions of a diagnosis.
 
-    Stages outside of the diagnosis, such as gradients, are unchanged. If nothing is wrong, all
-    other stages pass.
+    Names that are no stages are unchanged. If nothing is wrong, all others pass.
     """
     converted = {}
     for comparison in comparisons:
@@ -361,7 +362,7 @@ def _passed_as_recorded(
     convention = diagnosis.conventions.get(comparison.stage, "")
     if comparison.passed:
         return replace(comparison, reason=convention)
-    if stage.is_gradient or stage.kind not in STAGES:
+    if not stage.is_gradient and stage.kind not in STAGES:
         return comparison
     if diagnosis.is_wrong and (is_repeated or not convention):
         return comparison
@@ -537,7 +538,12 @@ def _share_an_array(actual: Any, other: Any) -> bool:
 
 def _are_known(names: Iterable[str]) -> bool:
     """Return whether all names are those of stages."""
-    return all(stage_named(name).kind in STAGES for name in names)
+    return all(_is_known(name) for name in names)
+
+
+def _is_known(name: str) -> bool:
+    stage = stage_named(name)
+    return stage.is_gradient or stage.kind in STAGES
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
@@ -553,6 +559,8 @@ def _in_order(names: Iterable[str]) -> list[str]:
     def place_in_flow(name: str) -> tuple[int, int]:
         stage = stage_named(name)
         step = -1 if stage.step is None else stage.step
+        if stage.kind not in kinds:  # the gradient of a weight
+            return step, len(kinds)
         return step, kinds.index(stage.kind)
 
     return sorted(names, key=place_in_flow)

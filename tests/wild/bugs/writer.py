@@ -10,8 +10,8 @@ from wild.records import Bug
 class Writer:
     """Collects the bugs of one style."""
 
-    def __init__(self, style: str, case: str, recording: str = "plain") -> None:
-        self.style, self.case, self.recording = style, case, recording
+    def __init__(self, style: str, case: str, recording: str = "plain", *, in_output: bool = True) -> None:
+        self.style, self.case, self.recording, self.in_output = style, case, recording, in_output
         self.made: list[Bug] = []
 
     def __call__(
@@ -24,11 +24,13 @@ class Writer:
         *,
         law: str = "",
         limited: Mapping[str, tuple[int, ...]] | None = None,
-        in_output: bool = True,
+        in_output: bool | None = None,
         case: str = "",
         dtype: str = "float32",
         recording: str = "",
     ) -> None:
         """One bug: see `Bug`; its id begins with its style."""
+        if in_output is None:
+            in_output = self.in_output
         given = (self.style, case or self.case, kind, edit, says, stage, limited or {}, law, in_output, dtype)
         self.made.append(Bug(f"{self.style}-{name}", *given, recording or self.recording))

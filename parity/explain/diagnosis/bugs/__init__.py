@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parity.explain.diagnosis.bugs import (
+    backward,
     batches,
     blocks,
     caches,
@@ -53,6 +54,7 @@ from parity.measure.core.weights import dtype_named
 
 __all__ = [
     "FIDELITIES",
+    "GRADIENTS",
     "PRECISIONS",
     "Edit",
     "Override",
@@ -80,13 +82,17 @@ MASK, QKV, CACHE, SCORES, ATTN_WEIGHTS, CONTEXT, OUTPUT = (
 )
 """Steps of the reference."""
 
+GRADIENTS = "gradients"
+"""The backward pass of the reference."""
+
 
 class Topic(NamedTuple):
     """Known bugs of one topic.
 
     Attributes:
         bugs_of: yields those that a case could have, usual ones first.
-        steps: the steps of the reference that they change. All change the step of a whole module.
+        steps: the steps of the reference that they change. All change the step of a whole module,
+            except those of the backward pass.
     """
 
     bugs_of: Callable[[Case], Iterable[Edit]]
@@ -95,6 +101,10 @@ class Topic(NamedTuple):
 
 def _topic(bugs_of: Callable[[Case], Iterable[Edit]], *steps: str) -> Topic:
     return Topic(bugs_of, frozenset([*steps, "whole"]))
+
+
+def _of_backward(bugs_of: Callable[[Case], Iterable[Edit]]) -> Topic:
+    return Topic(bugs_of, frozenset([GRADIENTS]))
 
 
 TOPICS = (
@@ -153,11 +163,21 @@ TOPICS = (
     _topic(caches.caches, CACHE),
     _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
     _topic(softmax.empty_rows, ATTN_WEIGHTS),
+    _of_backward(backward.stopped),
+    _of_backward(backward.groups),
+    _of_backward(backward.stopped_norms),
+    _of_backward(backward.without_gradient),
+    _of_backward(backward.kernels),
+    _of_backward(backward.masks),
+    _of_backward(backward.blocks),
 )
 """All topics but lost precision, in the order in which they are tried."""
 
-LOST_PRECISION = _topic(precision.rounded_parts, QKV, CACHE, SCORES, ATTN_WEIGHTS, OUTPUT)
-"""The bugs that only lose precision."""
+LOST_PRECISION = (
+    _topic(precision.rounded_parts, QKV, CACHE, SCORES, ATTN_WEIGHTS, OUTPUT),
+    _of_backward(backward.narrow_sums),
+)
+"""The topics of bugs that only lose precision."""
 
 
 WITHOUT_LATENTS = frozenset(
@@ -195,7 +215,7 @@ def precision_bugs(case: Case, steps: Collection[str] | None = None) -> list[Edi
 
     They are many, and explain only small errors.
     """
-    return _bugs_of([LOST_PRECISION], case, steps)
+    return _bugs_of(LOST_PRECISION, case, steps)
 
 
 def structural_bugs(case: Case, steps: Collection[str] | None = None) -> list[Edit]:
@@ -214,6 +234,8 @@ def _bugs_of(topics: Iterable[Topic], case: Case, steps: Collection[str] | None)
     bugs: list[Edit] = []
     for topic in topics:
         is_relevant = steps is None or not topic.steps.isdisjoint(steps)
+        if GRADIENTS in topic.steps and not case.has_gradients:
+            continue
         if is_relevant and topic.bugs_of not in left_out:
             bugs += topic.bugs_of(case)
     if spec.shared_kv:
@@ -242,6 +264,8 @@ def bug_by_name() -> dict[str, Edit]:
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]
     about = "a packed weight is read in another order than it was packed in"
     bugs.append(weights.misread(weights.MISREAD, np.arange(0), (), about, FUSED_QKV.fix))
+    bugs += [*backward.of_dropout(np.ones(1)), *backward.redrawn(np.ones(1))]
+    bugs += [backward.multiplied(2.0)]
     return {bug.name: bug for bug in reversed(bugs)}
 
 

@@ -221,6 +221,34 @@ PRODUCTS = BugFamily(
     "product-axes",
     "sum q @ k.transpose(-2, -1) over features, and attn_weights @ v over keys: name the axes",
 )
+
+# ---- The backward pass ---------------------------------------------------------------------------
+
+STOPPED = BugFamily(
+    "stopped-gradient",
+    "let gradients pass: remove detach(), no_grad or stop_gradient between the output and this "
+    "value",
+)
+GROUP_SUMS = BugFamily(
+    "group-gradients",
+    "sum the gradients of a key/value head over all query heads of its group: reshape to "
+    "(B, K, N // K, S, H), sum over axis 2",
+)
+LOSS_FACTOR = BugFamily(
+    "stray-factor",
+    "compare gradients of sum(output * cotangent): a sum, not a mean, and no loss scale",
+)
+BACKWARD = BugFamily(
+    "backward-kernel",
+    "compare the kernel's backward pass with automatic differentiation of the formula: the same "
+    "mask, scale, blocks and sums as in the forward pass",
+)
+KEPT_DROPOUT = BugFamily(
+    "backward-kernel",
+    "apply the forward pass's own dropout in the backward pass: keep its mask or seed, and "
+    "multiply by mask / (1 - p) where the forward pass does",
+)
+
 PRECISION = BugFamily(
     "low-precision", "keep these values in the problem's dtype and compute them in float32"
 )

@@ -48,6 +48,7 @@ class Edit(JsonRecord):
         is_registered: True if a user or another package registered it.
         numbers: the numbers that were fitted to a stage, by name.
         parameters: how many they are: fewer are simpler.
+        backward: what it overrides in the backward pass, by the methods of `reference.Backward`.
     """
 
     name: str = ""
@@ -66,6 +67,7 @@ class Edit(JsonRecord):
     is_registered: bool = False
     numbers: Mapping[str, Any] = field(default_factory=dict)
     parameters: int = 0
+    backward: Mapping[str, Override] = field(default_factory=dict, repr=False)
 
     IN_JSON = ("name", "about", "numbers", "parameters", "pages", "fixes")
 
@@ -87,7 +89,7 @@ class Edit(JsonRecord):
     @property
     def is_injectable(self) -> bool:
         """True if the reference can be computed with it."""
-        return bool(self.overrides) or self.spec is not None
+        return bool(self.overrides or self.backward) or self.spec is not None
 
 
 Edits = tuple[Edit, ...]

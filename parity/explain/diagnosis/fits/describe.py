@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -54,6 +55,9 @@ GROUPS: tuple[Callable[[Difference], Iterator[Edit]], ...] = (
     mixtures,
 )
 """The patterns; among those with equally many fitted numbers, usual ones first."""
+
+OF_GRADIENTS = (constants, factors, orders, transposes, other_stages, offsets, shifts)
+"""The patterns of gradients: they say nothing about the formula that a stage has."""
 
 OF_SAMPLES = (constants, factors, rounded, offsets)
 """The patterns that a sample of rows and features can show: the others need the whole stage."""
@@ -153,9 +157,14 @@ def _patterns(difference: Difference, recompute: Recompute | None) -> list[Edit]
     groups = GROUPS
     if is_sample:
         groups = OF_SAMPLES
+    if difference.stage.is_gradient:
+        groups = OF_GRADIENTS
     patterns = []
     for group in groups:
         patterns += group(difference)
+    if difference.stage.is_gradient:
+        # The pages of patterns are about stages of the same name.
+        return [replace(edit, pages=(), fixes=()) for edit in patterns]
     if recompute is not None:
         patterns += spec_numbers(difference, recompute)
         patterns += cache_scales(difference, recompute)

@@ -13,7 +13,7 @@ import numpy as np
 
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference.arithmetic import ARITHMETICS, MANTISSA, UNFUSED, Arithmetic
-from parity.measure.core.reference.backward import Backward
+from parity.measure.core.reference.backward import STAGES_BETWEEN, Backward
 from parity.measure.core.reference.blocks import BLOCK, without_scores
 from parity.measure.core.reference.layer import Layer
 from parity.measure.core.stages import Step
@@ -23,8 +23,10 @@ __all__ = [
     "ARITHMETICS",
     "BLOCK",
     "MANTISSA",
+    "STAGES_BETWEEN",
     "UNFUSED",
     "Arithmetic",
+    "Backward",
     "Layer",
     "gradient_magnitudes",
     "gradients",
@@ -38,10 +40,12 @@ def steps(problem: Problem, dtype: str, arithmetic: str = "ieee") -> Sequence[St
     return Layer(problem, Arithmetic(dtype_named(dtype), arithmetic)).steps()
 
 
-def gradients(problem: Problem, dtype: str, *, fused: bool = False) -> dict[str, np.ndarray]:
+def gradients(
+    problem: Problem, dtype: str, *, fused: bool = False, with_stages: bool = False
+) -> dict[str, np.ndarray]:
     """Return gradients of sum(output * cotangent) by the chain rule.
 
-    Their names are `grad.query`, `grad.q_proj.weight`, …
+    Their names are `grad.query`, `grad.q_proj.weight`, …, in the order of the backward data flow.
 
     Args:
         problem: problem to differentiate.
@@ -50,15 +54,18 @@ def gradients(problem: Problem, dtype: str, *, fused: bool = False) -> dict[str,
             log sum exp), like fused kernels, which do not store them. In float64 this makes no
             difference. In float32 the two roundings of a score no longer cancel: with logits of
             70,000 a weight of 1 becomes 1 +- 0.02.
+        with_stages: also return gradients of stages, such as `grad.scores`.
     """
-    return Backward(Layer(problem, Arithmetic(dtype_named(dtype))), fused=fused).gradients()
+    layer = Layer(problem, Arithmetic(dtype_named(dtype)))
+    return Backward(layer, fused=fused).gradients(with_stages=with_stages)
 
 
-def gradient_magnitudes(problem: Problem) -> dict[str, np.ndarray]:
+def gradient_magnitudes(problem: Problem, *, with_stages: bool = False) -> dict[str, np.ndarray]:
     """Return the gradients with all terms of all sums and differences made positive.
 
     Rounding is relative to these instead of the gradients: the gradient of a key's bias, for
     example, is always 0 because its terms cancel, and an implementation returns the rounding errors
     of these terms.
     """
-    return Backward(Layer(problem, Arithmetic(np.dtype(np.float64))), magnitude=True).gradients()
+    layer = Layer(problem, Arithmetic(np.dtype(np.float64)))
+    return Backward(layer, magnitude=True).gradients(with_stages=with_stages)

@@ -6,11 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mha_spec import SinusoidProducts
+from mha_spec import Norm, SinusoidProducts
 from parity.measure.core.reference import norms
 from parity.measure.core.reference.arithmetic import Arithmetic
 from parity.measure.core.reference.layer import Layer
 from parity.measure.core.stages import Values
+
+STAGES_BETWEEN = (
+    "grad.gate",
+    "grad.context",
+    "grad.attn_weights",
+    "grad.v",
+    "grad.scores",
+    "grad.q",
+    "grad.k",
+)
+"""Gradients of stages, which no implementation has to return."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +46,14 @@ class Backward:
         """Arithmetic of the layer."""
         return self.layer.arithmetic
 
-    def gradients(self) -> dict[str, np.ndarray]:
-        """Return gradients of the inputs and weights: `grad.query`, `grad.q_proj.weight`, …"""
+    def gradients(self, *, with_stages: bool = False) -> dict[str, np.ndarray]:
+        """Return gradients of the inputs and weights: `grad.query`, `grad.q_proj.weight`, …
+
+        They are in the order of the backward data flow, from the output to the inputs.
+
+        Args:
+            with_stages: also return those of `STAGES_BETWEEN`.
+        """
         problem, a = self.layer.problem, self.arithmetic
         cotangent, values = problem.inputs["cotangent"], self.layer.forward()
         query = self.entered("query")
@@ -53,6 +70,7 @@ class Backward:
             cotangent, query = np.abs(cotangent), np.abs(query)
             entered = {side: np.abs(x) for side, x in entered.items()}
         grads: dict[str, np.ndarray] = {}
+        cotangent = self.passed("output", cotangent)
 
         d_context, d_query = self.of_context(values, query, cotangent, grads)
         d_q, d_k, d_v = self.of_heads(values, d_context, slope, grads)
@@ -63,17 +81,53 @@ class Backward:
         if problem.spec.latent is not None:
             d_query += self.of_latent_queries(query, d_q, positions, grads)
             d_query = d_query + self.of_latents(query, d_k, d_v, positions, grads)
-            return grads | {"grad.query": a.keep(self.of_replaced("query", d_query))}
+            grads["grad.query"] = a.keep(self.of_replaced("query", d_query))
+            return self.requested(grads, with_stages=with_stages)
         for (name, side), d_heads in zip(problem.sides.items(), (d_q, d_k, d_v), strict=True):
             if name == side:  # the heads of another layer
                 d_inputs[side] += d_heads
                 continue
             d_projected = self.of_entering(name, a.keep(d_heads), positions, grads)
+            d_projected = self.passed(f"{name}_proj", d_projected)
             d_input = self.of_linear(f"{name}_proj", entered[side], d_projected, grads)
-            d_inputs[side] += a.widen(d_input)
+            d_inputs[side] += self.passed(f"{name}_input", a.widen(d_input))
         for side, d_input in reversed(d_inputs.items()):
             grads[f"grad.{side}"] = a.keep(self.of_replaced(side, d_input))
-        return grads
+        return self.requested(grads, with_stages=with_stages)
+
+    def requested(
+        self, grads: dict[str, np.ndarray], *, with_stages: bool
+    ) -> dict[str, np.ndarray]:
+        """Return the requested gradients."""
+        if with_stages:
+            return grads
+        inputs = [f"grad.{side}" for side in self.layer.problem.inputs]
+        return {
+            name: x for name, x in grads.items() if name in inputs or name not in STAGES_BETWEEN
+        }
+
+    # ---- Sites of bugs ---------------------------------------------------------------------------
+
+    def passed(self, name: str, d_x: np.ndarray) -> np.ndarray:
+        """Return the gradient of a stage, a projection, its input or a bias, as it flows on.
+
+        `before k` is where the gradient of k has been recorded.
+        """
+        return d_x
+
+    def recorded(self, name: str, d_x: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
+        """Add the gradient of a stage to `grads`, and return it as it flows on."""
+        d_x = self.passed(name, d_x)
+        grads[f"grad.{name}"] = self.arithmetic.keep(d_x)
+        return self.passed(f"before {name}", d_x)
+
+    def dropped(self, use: str, x: np.ndarray) -> np.ndarray:
+        """Return attention weights, or their gradient, after the dropout of the forward pass.
+
+        The reference has none. `use` is `v` for weights that make the gradient of the values, else
+        `attn_weights`.
+        """
+        return x
 
     def entered(self, side: str) -> np.ndarray:
         """Return an input as it enters the layer, with 0 for non-finite tokens."""
@@ -100,14 +154,15 @@ class Backward:
         d_context = layer.split_heads(a.widen(d_output), layer.num_heads("q"))
         gate = layer.problem.spec.gate
         if gate is None:
-            return d_context, np.zeros(query.shape, a.wide)
+            return self.recorded("context", d_context, grads), np.zeros(query.shape, a.wide)
         openness = layer.openness(values)
         d_gate = d_context * a.widen(values["context"]) * openness * (1.0 - openness)
         if gate.per_head:
             d_gate = d_gate.sum(axis=-1, keepdims=True)
-        d_gate = layer.combine_heads(d_gate)
+        d_gate = self.recorded("gate", layer.combine_heads(d_gate), grads)
         d_query = self.of_linear("gate_proj", query, a.keep(d_gate), grads)
-        return d_context * openness, a.widen(d_query)
+        d_query = self.passed("gate_input", a.widen(d_query))
+        return self.recorded("context", d_context * openness, grads), d_query
 
     def of_entering(
         self, name: str, d_heads: np.ndarray, positions: np.ndarray, grads: dict[str, np.ndarray]
@@ -225,7 +280,13 @@ class Backward:
             weight = a.widen(layer.parameter(f"{name}_norm.weight"))
             factor = norms.broadcast(norms.factor(weight, norm), norm)
             d_hat = d_hat * self.sized(factor)
-        return a.keep(norms.back_through(d_hat, x_hat, s, norm, magnitude=self.magnitude))
+        return a.keep(self.of_standardised(name, d_hat, x_hat, s, norm))
+
+    def of_standardised(
+        self, name: str, d_hat: np.ndarray, x_hat: np.ndarray, s: np.ndarray, norm: Norm
+    ) -> np.ndarray:
+        """Return the gradient of the input of a norm, from that of x̂: see `norms`."""
+        return norms.back_through(d_hat, x_hat, s, norm, magnitude=self.magnitude)
 
     def of_heads(
         self,
@@ -237,35 +298,74 @@ class Backward:
         """Return the gradients of q (B, N, T, H), k and v (B, K, S, H)."""
         layer, a = self.layer, self.arithmetic
         q, k, v = (_without_bad_tokens(a.widen(values[name])) for name in "qkv")
-        d_attn_weights = a.matmul(d_context, layer.per_query_head(v).swapaxes(2, 3))
-        if self.fused:
-            attn_weights = self.recomputed_attn_weights(values)
-            weighed = (d_context * a.widen(values["context"])).sum(axis=-1, keepdims=True)
-        else:
-            attn_weights, d_attn_weights = a.widen(values["attn_weights"]), a.widen(d_attn_weights)
-            weighed = (attn_weights * d_attn_weights).sum(axis=-1, keepdims=True)
-        d_v = self.per_kv_head(a.matmul(attn_weights.swapaxes(2, 3), d_context))
+        d_dropped = a.matmul(d_context, layer.per_query_head(v).swapaxes(2, 3))
+        d_dropped = self.recorded("attn_weights", d_dropped, grads)
+        d_attn_weights = self.dropped("attn_weights", d_dropped)
+        attn_weights = self.attn_weights(values)
+        if not self.fused:
+            d_attn_weights = a.widen(d_attn_weights)
+        weighed = self.weighed(values, d_context, attn_weights, d_attn_weights)
+        d_v = a.matmul(self.dropped("v", attn_weights).swapaxes(2, 3), d_context)
+        d_v = self.recorded("v", self.per_kv_head("v", d_v), grads)
         # All terms of a magnitude are positive, also those that are subtracted.
         sign = a.wide.type(1.0 if self.magnitude else -1.0)
-        difference = d_attn_weights + sign * weighed
-        d_scores = attn_weights * difference  # a masked weight is 0, and so is its gradient
+        d_scores = self.of_softmax(attn_weights, d_attn_weights, sign * weighed)
+        d_scores = self.recorded("scores", d_scores, grads)
         if "bias" in layer.problem.inputs:
-            grads["grad.bias"] = a.keep(d_scores)
+            grads["grad.bias"] = a.keep(self.passed("bias", d_scores))
         if layer.problem.spec.sinks:  # of the sink's weight, whose value is 0
             d_sinks = sign * a.widen(values["sink_weights"]) * weighed
-            grads["grad.sinks"] = a.keep(d_sinks.sum(axis=(0, 2, 3)))
+            grads["grad.sinks"] = a.keep(self.passed("sinks", d_sinks.sum(axis=(0, 2, 3))))
         if layer.problem.spec.relative_bias is not None:
-            grads["grad.relative_bias"] = a.keep(self.of_relative_bias(d_scores))
+            d_table = self.passed("relative_bias", self.of_relative_bias(d_scores))
+            grads["grad.relative_bias"] = a.keep(d_table)
         d_scores, scale = d_scores * slope, a.wide.type(layer.scale())
         repeated_k = layer.per_query_head(k)
-        d_q, d_k = a.matmul(d_scores, repeated_k), a.matmul(d_scores.swapaxes(2, 3), q)
+        d_q, d_k = self.of_products(d_scores, q, repeated_k)
         if layer.problem.spec.relative_products is not None:
             of_distances = self.of_relative_products
             if isinstance(layer.problem.spec.relative_products, SinusoidProducts):
                 of_distances = self.of_sinusoid_products
             of_q, of_k = of_distances(d_scores, q, repeated_k, scale, grads)
             d_q, d_k = d_q + of_q, d_k + of_k
-        return d_q / scale, self.per_kv_head(d_k / scale), d_v
+        d_q = self.recorded("q", d_q / scale, grads)
+        d_k = self.recorded("k", self.per_kv_head("k", d_k / scale), grads)
+        return d_q, d_k, d_v
+
+    def attn_weights(self, values: Values) -> np.ndarray:
+        """Return the attention weights that the backward pass uses: stored or recomputed ones."""
+        if self.fused:
+            return self.recomputed_attn_weights(values)
+        return self.arithmetic.widen(values["attn_weights"])
+
+    def weighed(
+        self,
+        values: Values,
+        d_context: np.ndarray,
+        attn_weights: np.ndarray,
+        d_attn_weights: np.ndarray,
+    ) -> np.ndarray:
+        """Return the mean gradient of a row's weights, weighted by these, (B, N, T, 1)."""
+        if self.fused:
+            return (d_context * self.arithmetic.widen(values["context"])).sum(-1, keepdims=True)
+        return (attn_weights * d_attn_weights).sum(axis=-1, keepdims=True)
+
+    def of_softmax(
+        self, attn_weights: np.ndarray, d_attn_weights: np.ndarray, subtracted: np.ndarray
+    ) -> np.ndarray:
+        """Return the gradient of the scores, (B, N, T, S).
+
+        `subtracted` is the negative mean of the gradients of a row, (B, N, T, 1). The weight of a
+        masked key is 0, and so is its gradient.
+        """
+        return attn_weights * (d_attn_weights + subtracted)
+
+    def of_products(
+        self, d_scores: np.ndarray, q: np.ndarray, k: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return gradients of q and k, (B, N, ·, H), through their products, not scaled."""
+        a = self.arithmetic
+        return a.matmul(d_scores, k), a.matmul(d_scores.swapaxes(2, 3), q)
 
     def of_relative_products(
         self,
@@ -352,8 +452,11 @@ class Backward:
         capped = self.layer.capped(self.layer.products(values))
         return 1.0 - np.square(capped / cap)
 
-    def per_kv_head(self, x: np.ndarray) -> np.ndarray:
-        """Return the gradient of `Layer.per_query_head`: the sum over a group's query heads."""
+    def per_kv_head(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Return the gradient of k or v, from that of each query head's copy of it.
+
+        It is the gradient of `Layer.per_query_head`: the sum over a group's query heads.
+        """
         batch, _, seq_len, head_dim = x.shape
         num_kv_heads = self.layer.problem.spec.num_kv_heads
         return x.reshape(batch, num_kv_heads, -1, seq_len, head_dim).sum(axis=2)
@@ -394,14 +497,25 @@ class Backward:
 
         The gradients of its weight and bias are added to `grads`.
         """
-        a, weights = self.arithmetic, self.layer.problem.weights
-        flat_x = a.widen(x).reshape(-1, x.shape[-1])
-        flat_d_y = a.widen(d_y).reshape(-1, d_y.shape[-1])
-        grads[f"grad.{name}.weight"] = a.keep(a.matmul(flat_d_y.T, flat_x))
-        if f"{name}.bias" in weights:
-            grads[f"grad.{name}.bias"] = a.keep(flat_d_y.sum(axis=0))
-        weight = a.widen(weights[f"{name}.weight"])
+        layer, a = self.layer, self.arithmetic
+        grads[f"grad.{name}.weight"] = a.keep(self.of_weight(a.widen(d_y), a.widen(x)))
+        if layer.has_bias(name):
+            d_bias = self.of_bias(a.widen(d_y))
+            grads[f"grad.{name}.bias"] = a.keep(self.passed(f"{name}.bias", d_bias))
+        weight = a.widen(layer.parameter(f"{name}.weight"))
         return a.keep(a.matmul(a.widen(d_y), self.sized(weight)))
+
+    def of_bias(self, d_y: np.ndarray) -> np.ndarray:
+        """Return the gradient of a bias, the sum of (B, T, out) over all tokens."""
+        return d_y.reshape(-1, d_y.shape[-1]).sum(axis=0)
+
+    def of_weight(self, d_y: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """Return the gradient of a weight (out, in), by that of its products (B, T, out).
+
+        It is a sum over all tokens.
+        """
+        flat_d_y, flat_x = d_y.reshape(-1, d_y.shape[-1]), x.reshape(-1, x.shape[-1])
+        return self.arithmetic.matmul(flat_d_y.T, flat_x)
 
 
 def _without_bad_tokens(x: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ import pytest
 from helpers.samples import sample
 
 from parity import CASES, make_problem
-from parity.explain.diagnosis.bugs import bugs_for, known_bugs
+from parity.explain.diagnosis.bugs import GRADIENTS, bugs_for, known_bugs
 from parity.explain.diagnosis.trial import Trial
 from parity.measure.core.stages import STEPS, STEPS_OF_A_CALL
 
@@ -39,4 +39,7 @@ def test_bugs_of_some_steps_are_a_part():
     assert "scale-missing" in of_scores
     assert "q_proj-transposed" not in of_scores
     assert of_scores == [name for name in every_name if name in of_scores]
-    assert [bug.name for bug in bugs_for(case, {"whole"})] == every_name
+    of_backward = [bug.name for bug in bugs_for(case, {GRADIENTS})]
+    of_module = [bug.name for bug in bugs_for(case, {"whole"})]
+    assert sorted([*of_module, *of_backward]) == sorted(every_name)
+    assert not {*of_module} & {*of_backward}

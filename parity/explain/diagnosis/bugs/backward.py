@@ -1,0 +1,795 @@
+"""Bugs of the backward pass: the forward pass is right, and gradients are not.
+
+They override methods of `reference.Backward` and never those of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mha_spec import Norm
+from parity.explain.diagnosis.bugs.families import (
+    BACKWARD,
+    GROUP_SUMS,
+    KEPT_DROPOUT,
+    LOSS_FACTOR,
+    PRECISION,
+    STOPPED,
+    BugFamily,
+)
+from parity.explain.diagnosis.bugs.record import Edit, Override
+from parity.measure.core.case import Case
+from parity.measure.core.reference import Backward, Layer
+from parity.measure.core.stages import Values
+from parity.measure.core.weights import dtype_named, weight_shapes
+
+BLOCKS = (2, 4, 8)
+"""Numbers of equal blocks, or ranks of a ring, that are tried."""
+
+BLOCK_SIZES = (16, 32, 64, 128)
+"""Sizes of blocks of keys that are tried."""
+
+MOST_HEADS = 16
+"""The largest group of query heads whose heads are tried one by one."""
+
+SIXTEEN_BITS = ("bfloat16", "float16")
+
+SHOWN_BY = {
+    f"grad.{name}": (f"grad.{name}_norm.weight", f"grad.{name}_proj.weight") for name in "qkv"
+}
+"""Gradients that show a bug first if those of the stage are not recorded."""
+
+Change = Callable[[Backward, np.ndarray], np.ndarray]
+"""Turns a gradient into a wrong one."""
+
+
+def _bug(
+    family: BugFamily,
+    name: str,
+    about: str,
+    backward: Mapping[str, Override],
+    *stages: str,
+    is_loss: bool = False,
+) -> Edit:
+    """Return a bug of the backward pass, and the gradients of which one shows it first."""
+    shown_by: dict[str, None] = {}
+    for stage in stages:
+        shown_by |= dict.fromkeys((stage, *SHOWN_BY.get(stage, ())))
+    bug = family.seen_in(*shown_by)(name, about, {}, is_loss=is_loss)
+    return replace(bug, backward=backward)
+
+
+def _passing(names: Collection[str], change: Change) -> dict[str, Override]:
+    """Change the gradients of some stages, projections or inputs."""
+
+    def passed(backward: Backward, original: Any, name: str, d_x: np.ndarray) -> np.ndarray:
+        d_x = original(name, d_x)
+        if name in names:
+            return change(backward, d_x)
+        return d_x
+
+    return {"passed": passed}
+
+
+def _zero(_: Backward, d_x: np.ndarray) -> np.ndarray:
+    return np.zeros_like(d_x)
+
+
+# ---- Stopped gradients ---------------------------------------------------------------------------
+
+
+def stopped(case: Case) -> Iterator[Edit]:
+    """Yield gradients that are stopped at a stage, a projection or its input."""
+    spec = case.spec
+    yield from _stopped_stage("attn-weights", "the attention weights", "attn_weights")
+    yield from _stopped_stage("k", "the keys", "k")
+    yield from _stopped_stage("v", "the values", "v")
+    yield from _stopped_stage("q", "the queries", "q")
+    yield from _stopped_stage("kv", "the keys and the values", "k", "v")
+    yield from _stopped_stage("context", "the context", "context")
+    if spec.gate is not None:
+        yield from _stopped_stage("gate", "the gate", "gate")
+        yield _stopped("gate-input", "the input of the gate", ["gate_input"], "grad.query")
+    if spec.latent is not None or spec.shared_kv:
+        return
+    for name in "qkv":
+        projection, side = f"{name}_proj", f"{name}_input"
+        if spec.norms.get(f"{name}_norm") is not None:
+            stage = f"grad.{projection}.weight"
+            yield _stopped(f"{name}-proj", f"the result of {projection}", [projection], stage)
+        yield _stopped(f"{name}-input", f"the input of {projection}", [side], "grad.query")
+    words = "the input of k_proj and v_proj"
+    yield _stopped("kv-input", words, ["k_input", "v_input"], "grad.query")
+
+
+def _stopped_stage(place: str, words: str, *names: str) -> Iterator[Edit]:
+    """Yield stages whose recorded gradient is 0, or right and not passed on."""
+    stages = [f"grad.{name}" for name in names]
+    yield _stopped(place, words, names, *stages)
+    yield _stopped(place, words, [f"before {name}" for name in names], *stages)
+
+
+def _stopped(place: str, words: str, names: Collection[str], *stages: str) -> Edit:
+    about = f"no gradient flows through {words}"
+    return _bug(STOPPED, f"grad-stopped-at-{place}", about, _passing(names, _zero), *stages)
+
+
+def stopped_norms(case: Case) -> Iterator[Edit]:
+    """Yield norms whose statistics, or whose input, get no gradient."""
+    names = [name.removesuffix("_norm") for name, norm in case.spec.norms.items() if norm]
+    groups = [tuple(names)]
+    if len(names) > 1:
+        groups += [(name,) for name in names]
+    for group in groups:
+        words = " and ".join(f"{name}_norm" for name in group)
+        yield _bug(
+            STOPPED,
+            "grad-stopped-in-norm",
+            f"the mean square in {words} is a constant in the backward pass",
+            {"of_standardised": _standardised(group, _by_constant)},
+            "grad.query",
+        )
+        yield _bug(
+            STOPPED,
+            "grad-stopped-before-norm",
+            f"no gradient flows through the input of {words}",
+            {"of_standardised": _standardised(group, _by_nothing)},
+            "grad.query",
+        )
+        yield _bug(
+            STOPPED,
+            "grad-stopped-before-norm",
+            f"gradients flow through the mean square in {words} alone",
+            {"of_standardised": _standardised(group, _by_mean_square)},
+            "grad.query",
+        )
+
+
+def _standardised(names: Collection[str], change: Callable[..., np.ndarray]) -> Override:
+    """Change the gradient of the input of some norms: `change(right, d_hat, s)`."""
+
+    def of_standardised(
+        _: Backward,
+        original: Any,
+        name: str,
+        d_hat: np.ndarray,
+        x_hat: np.ndarray,
+        s: np.ndarray,
+        norm: Norm,
+    ) -> np.ndarray:
+        right = original(name, d_hat, x_hat, s, norm)
+        if name not in names:
+            return right
+        return change(right, d_hat, s)
+
+    return of_standardised
+
+
+def _by_constant(_: np.ndarray, d_hat: np.ndarray, s: np.ndarray) -> np.ndarray:
+    return d_hat / s
+
+
+def _by_nothing(right: np.ndarray, d_hat: np.ndarray, s: np.ndarray) -> np.ndarray:
+    return np.zeros_like(right)
+
+
+def _by_mean_square(right: np.ndarray, d_hat: np.ndarray, s: np.ndarray) -> np.ndarray:
+    return right - d_hat / s
+
+
+def without_gradient(case: Case) -> Iterator[Edit]:
+    """Yield biases and other parameters whose gradient is 0."""
+    spec = case.spec
+    biases = [name for name in weight_shapes(spec) if name.endswith("_proj.bias")]
+    for name in biases:
+        words = name.removesuffix(".bias")
+        yield _without(f"{words}-bias", f"the bias of {words}", name)
+    if len(biases) > 1:
+        yield _without("all-bias", "the bias of every projection", *biases)
+    of_qkv = [name for name in biases if name[:2] in ("q_", "k_", "v_")]
+    if 1 < len(of_qkv) < len(biases):
+        yield _without("qkv-bias", "the bias of q_proj, k_proj and v_proj", *of_qkv)
+    if case.bias:
+        yield _without("score-bias", "the bias of the scores", "bias")
+    if spec.sinks:
+        yield _without("sinks", "the sinks", "sinks")
+    if spec.relative_bias is not None:
+        yield _without("relative-bias", "the table of the relative bias", "relative_bias")
+
+
+def _without(place: str, words: str, *names: str) -> Edit:
+    return _bug(
+        STOPPED,
+        f"grad-missing-of-{place}",
+        f"{words} gets no gradient",
+        _passing(names, _zero),
+        *[f"grad.{name}" for name in names],
+    )
+
+
+# ---- Groups of heads -----------------------------------------------------------------------------
+
+
+def groups(case: Case) -> Iterator[Edit]:
+    """Yield shared key/value heads whose gradients are not the sum over their query heads."""
+    num_heads, num_kv_heads = case.spec.num_heads, case.spec.num_kv_heads
+    group = num_heads // num_kv_heads
+    if group == 1 or case.spec.latent is not None:
+        return
+    for names, words in (("kv", "keys and values"), ("k", "keys"), ("v", "values")):
+        stages = [f"grad.{name}" for name in names]
+        yield _bug(
+            GROUP_SUMS,
+            "grad-group-averaged",
+            f"the gradients of {words} are averaged over the {group} query heads of a group",
+            {"per_kv_head": _summed_by(names, np.mean)},
+            *stages,
+        )
+        if num_kv_heads > 1:
+            yield _bug(
+                GROUP_SUMS,
+                "grad-group-tiled",
+                f"the gradients of {words} are summed over heads n, n + {num_kv_heads}, … "
+                f"instead of the query heads of a group",
+                {"per_kv_head": _summed_as_tiled(names)},
+                *stages,
+            )
+    for heads, words in _heads_of_group(group):
+        for names, of_names in (("kv", "keys and values"), ("k", "keys"), ("v", "values")):
+            yield _bug(
+                GROUP_SUMS,
+                "grad-group-not-summed",
+                f"only the gradients of {words} of each group of {group} query heads reach the "
+                f"{of_names}",
+                {"per_kv_head": _of_heads(names, heads)},
+                *[f"grad.{name}" for name in names],
+            )
+        for name, of_name in (("q", "queries"), ("context", "context")):
+            yield _bug(
+                STOPPED,
+                "grad-stopped-at-heads",
+                f"gradients flow through the {of_name} of {words} of each group alone",
+                _passing([name], _only_heads(heads)),
+                f"grad.{name}",
+            )
+
+
+def _heads_of_group(group: int) -> Iterator[tuple[np.ndarray, str]]:
+    """Yield some query heads of a group, as a mask, with words: each alone, all but one."""
+    for head in range(min(group, MOST_HEADS)):
+        alone = np.arange(group) == head
+        yield alone, f"head {head}"
+        if group > 2:
+            yield ~alone, f"all heads but {head}"
+
+
+def _summed_by(names: str, mean: Callable[..., Any]) -> Override:
+    def per_kv_head(backward: Backward, original: Any, name: str, x: np.ndarray) -> np.ndarray:
+        if name not in names:
+            return original(name, x)
+        return mean(_in_groups(backward, x), axis=2)
+
+    return per_kv_head
+
+
+def _in_groups(backward: Backward, x: np.ndarray) -> np.ndarray:
+    """Return heads (B, N, S, H) as (B, K, N // K, S, H)."""
+    num_kv_heads = backward.layer.problem.spec.num_kv_heads
+    return x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:])
+
+
+def _summed_as_tiled(names: str) -> Override:
+    def per_kv_head(backward: Backward, original: Any, name: str, x: np.ndarray) -> np.ndarray:
+        if name not in names:
+            return original(name, x)
+        num_kv_heads = backward.layer.problem.spec.num_kv_heads
+        return x.reshape(x.shape[0], -1, num_kv_heads, *x.shape[2:]).sum(axis=1)
+
+    return per_kv_head
+
+
+def _of_heads(names: str, heads: np.ndarray) -> Override:
+    def per_kv_head(backward: Backward, original: Any, name: str, x: np.ndarray) -> np.ndarray:
+        if name not in names:
+            return original(name, x)
+        return _in_groups(backward, x)[:, :, heads].sum(axis=2)
+
+    return per_kv_head
+
+
+def _only_heads(heads: np.ndarray) -> Change:
+    def change(backward: Backward, d_x: np.ndarray) -> np.ndarray:
+        kept = np.tile(heads, backward.layer.problem.spec.num_kv_heads)
+        return d_x * kept[:, None, None].astype(d_x.dtype)
+
+    return change
+
+
+# ---- All gradients -------------------------------------------------------------------------------
+
+
+def multiplied(factor: float) -> Edit:
+    """Return the bug that all gradients are multiplied by a number."""
+
+    def change(_: Backward, d_x: np.ndarray) -> np.ndarray:
+        return d_x * d_x.dtype.type(factor)
+
+    return _bug(
+        LOSS_FACTOR,
+        "grad-factor",
+        f"all gradients are {factor:.6g} times what they should be",
+        _passing(["output"], change),
+        "grad.out_proj.weight",
+    )
+
+
+# ---- Kernels that compute their weights again ----------------------------------------------------
+
+
+def kernels(case: Case) -> Iterator[Edit]:
+    """Yield wrong factors and terms of a backward pass that is written by hand."""
+    for names, words in (("qk", "queries and keys"), ("q", "queries"), ("k", "keys")):
+        yield _bug(
+            BACKWARD,
+            "grad-scale-missing",
+            f"the gradients of {words} are not scaled",
+            _passing(names, _unscaled),
+            *[f"grad.{name}" for name in names],
+        )
+        yield _bug(
+            BACKWARD,
+            "grad-scale-squared",
+            f"the gradients of {words} are scaled twice",
+            _passing(names, _scaled_again),
+            *[f"grad.{name}" for name in names],
+        )
+    yield _bug(
+        BACKWARD,
+        "grad-softmax-mean-missing",
+        "the mean gradient of a row is not subtracted in the backward pass of the softmax",
+        {"of_softmax": _not_centered},
+        "grad.scores",
+    )
+    if case.spec.rope is not None:
+        yield _bug(
+            BACKWARD,
+            "grad-rope-not-reversed",
+            "the gradients of queries and keys are rotated forward instead of back",
+            {"turned_back": _turned_forward},
+            "grad.query",
+        )
+        yield _bug(
+            BACKWARD,
+            "grad-rope-missing",
+            "the gradients of queries and keys are not rotated back",
+            {"turned_back": _not_turned},
+            "grad.query",
+        )
+    if case.spec.soft_cap is not None:
+        yield _bug(
+            BACKWARD,
+            "grad-soft-cap-ignored",
+            "the backward pass leaves out the slope of the soft cap",
+            {"slope_of_cap": _without_slope},
+            "grad.q",
+        )
+
+
+def _unscaled(backward: Backward, d_x: np.ndarray) -> np.ndarray:
+    return d_x * d_x.dtype.type(backward.layer.scale())
+
+
+def _scaled_again(backward: Backward, d_x: np.ndarray) -> np.ndarray:
+    return d_x / d_x.dtype.type(backward.layer.scale())
+
+
+def _not_centered(
+    _: Backward, original: Any, attn_weights: np.ndarray, d_weights: np.ndarray, mean: np.ndarray
+) -> np.ndarray:
+    return original(attn_weights, d_weights, np.zeros_like(mean))
+
+
+def _turned_forward(
+    backward: Backward, original: Any, d_heads: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
+    return backward.layer.rotate(d_heads, positions)
+
+
+def _not_turned(
+    _: Backward, original: Any, d_heads: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
+    return d_heads
+
+
+def _without_slope(_: Backward, original: Any, values: Values) -> float:
+    return 1.0
+
+
+def masks(case: Case) -> Iterator[Edit]:
+    """Yield masks that are forgotten where weights are computed again, such as that of padding."""
+    hidden: dict[str, tuple[str, dict[str, Any]]] = {}
+    if case.key_padding_lengths is not None:
+        without = {"key_padding_lengths": None}
+        hidden["grad-padding-visible"] = ("padded keys get gradients", without)
+    if case.is_causal:
+        about = "the backward pass attends to later keys"
+        hidden["grad-causal-ignored"] = (about, {"is_causal": False})
+    for name, (about, without) in hidden.items():
+        bug = _kernel_with({"attn_weights": _also_showing(without)})
+        yield _bug(BACKWARD, name, f"{about}: its weights lack this mask", bug, "grad.v")
+    if case.has_mask or case.spec.window_size or case.spec.chunk_size:
+        bug = _kernel_with({"attn_weights": _also_showing(None)})
+        about = "the backward pass computes its weights without the mask"
+        yield _bug(BACKWARD, "grad-mask-ignored", about, bug, "grad.v")
+
+
+def _kernel_with(overrides: Mapping[str, Override]) -> dict[str, Override]:
+    """Return overrides of a kernel: its row means come from the output, as in FlashAttention."""
+    return {"weighed": _of_output, **overrides}
+
+
+def _of_output(
+    backward: Backward,
+    original: Any,
+    values: Values,
+    d_context: np.ndarray,
+    attn_weights: np.ndarray,
+    d_attn_weights: np.ndarray,
+) -> np.ndarray:
+    context = backward.arithmetic.widen(values["context"])
+    return (d_context * context).sum(axis=-1, keepdims=True)
+
+
+def _also_showing(without: Mapping[str, Any] | None) -> Override:
+    """Show keys that fields of the case hide, and have no other reason to be hidden; or all."""
+
+    def attn_weights(backward: Backward, original: Any, values: Values) -> np.ndarray:
+        weights = original(values)
+        shown = values["mask"]
+        if without is not None:
+            problem = backward.layer.problem
+            other = replace(problem, case=replace(problem.case, **without))
+            shown = shown & ~Layer(other, backward.arithmetic).mask({})["mask"]
+        return np.where(shown, _exponentials(backward, values), weights)
+
+    return attn_weights
+
+
+def _exponentials(backward: Backward, values: Values) -> np.ndarray:
+    """Return exp(score - log sum exp), also of hidden keys."""
+    scores = values["scores"]
+    finite = np.where(np.isfinite(scores), scores, 0.0)
+    with np.errstate(over="ignore"):
+        return np.exp(finite - backward.log_sum_exp(values)).astype(scores.dtype)
+
+
+# ---- Blocks and rings ----------------------------------------------------------------------------
+
+
+def blocks(case: Case) -> Iterator[Edit]:
+    """Yield bugs of attention in blocks of keys, one after the other or on the ranks of a ring."""
+    num_keys = case.key_len
+    sizes = [
+        (num_keys // count, f"{count} equal blocks")
+        for count in BLOCKS
+        if num_keys % count == 0 and num_keys > count
+    ]
+    sizes += [(size, f"blocks of {size} keys") for size in BLOCK_SIZES if size < num_keys]
+    tried: set[int] = set()
+    for size, words in sizes:
+        if size in tried:
+            continue
+        tried.add(size)
+        yield _bug(
+            BACKWARD,
+            "grad-lse-not-merged",
+            f"in the backward pass each of {words} has its own log-sum-exp, not that of all keys",
+            _kernel_with({"attn_weights": _normalized_by_block(size)}),
+            "grad.v",
+        )
+    is_plain = case.key_padding_lengths is None and case.segment_ids is None
+    is_plain = is_plain and not (case.random_mask or case.window_size or case.bias)
+    spec = case.spec
+    if not is_plain or spec.window_size or spec.chunk_size or spec.has_distance_bias:
+        return
+    for count in BLOCKS:
+        if case.seq_len == case.key_len and num_keys % count == 0 and num_keys > count:
+            yield _bug(
+                BACKWARD,
+                "grad-ring-block-stale",
+                f"in the backward pass of a ring of {count}, each rank uses its own block of keys "
+                f"and values in every step",
+                {"of_heads": _by_stale_blocks(count)},
+                "grad.v",
+            )
+
+
+def _normalized_by_block(size: int) -> Override:
+    def attn_weights(backward: Backward, original: Any, values: Values) -> np.ndarray:
+        weights = original(values)
+        parts = []
+        for begin in range(0, weights.shape[-1], size):
+            part = weights[..., begin : begin + size]
+            total = part.sum(axis=-1, keepdims=True)
+            parts.append(part / np.where(total == 0.0, 1.0, total))
+        return np.concatenate(parts, axis=-1)
+
+    return attn_weights
+
+
+def _by_stale_blocks(count: int) -> Override:
+    """Compute every step of a ring's backward pass with the keys and values of the first one.
+
+    Rank r's result of step j belongs to the block of rank r - j, and is added to the gradients of
+    that block. In a causal ring, the first step alone has a mask, and rank r takes r more steps.
+    """
+
+    def of_heads(
+        backward: Any,
+        original: Any,
+        values: Values,
+        d_context: np.ndarray,
+        slope: Any,
+        grads: dict[str, np.ndarray],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        is_causal = backward.layer.problem.case.is_causal
+
+        def of_own_blocks(*, masked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            changed = backward.with_overrides(
+                _kernel_with({"attn_weights": _within_blocks(count, masked=masked)})
+            )
+            return changed.of_heads(values, d_context, slope, {})
+
+        original(values, d_context, slope, grads)
+        first = of_own_blocks(masked=True)
+        later = first
+        if is_causal:
+            later = of_own_blocks(masked=False)
+        steps = np.full(count, count - 1)
+        if is_causal:
+            steps = np.arange(count)
+        of_q = _blocks_of(first[0], count) + _blocks_of(later[0], count) * steps[:, None, None]
+        d_q = of_q.reshape(first[0].shape)
+        d_k, d_v = (
+            _rotated(one, other, count, is_causal=is_causal)
+            for one, other in zip(first[1:], later[1:], strict=True)
+        )
+        for name, d_x in (("q", d_q), ("k", d_k), ("v", d_v)):
+            grads[f"grad.{name}"] = backward.arithmetic.keep(d_x)
+        return d_q, d_k, d_v
+
+    return of_heads
+
+
+def _blocks_of(x: np.ndarray, count: int) -> np.ndarray:
+    """Return heads (B, N, T, H) as (B, N, blocks, T / blocks, H)."""
+    return x.reshape(*x.shape[:2], count, -1, x.shape[-1])
+
+
+def _rotated(first: np.ndarray, later: np.ndarray, count: int, *, is_causal: bool) -> np.ndarray:
+    """Return the gradients of all blocks of keys: what each rank's steps add to them.
+
+    Args:
+        first: of the first step, by the block of the rank.
+        later: of a later step.
+        count: number of ranks.
+        is_causal: whether only later ranks add to a block.
+    """
+    adds = np.ones((count, count)) - np.eye(count)
+    if is_causal:
+        adds = np.tril(adds)
+    of_later = np.einsum("bnrsh,rc->bncsh", _blocks_of(later, count), adds)
+    return (_blocks_of(first, count) + of_later).reshape(first.shape).astype(first.dtype)
+
+
+def _within_blocks(count: int, *, masked: bool) -> Override:
+    """Attend within equal blocks alone, with or without the mask."""
+
+    def attn_weights(backward: Backward, original: Any, values: Values) -> np.ndarray:
+        weights = original(values)
+        if not masked:
+            weights = _exponentials(backward, values)
+        block_of = np.arange(weights.shape[-1]) * count // weights.shape[-1]
+        return weights * (block_of[:, None] == block_of).astype(weights.dtype)
+
+    return attn_weights
+
+
+# ---- Dropout -------------------------------------------------------------------------------------
+
+
+def of_dropout(factors: np.ndarray) -> Iterator[Edit]:
+    """Yield bugs of the backward pass of a layer that drops attention weights.
+
+    Args:
+        factors: 0 for a dropped weight, 1 / (1 - p) for others, (B, N, T, S).
+    """
+    kept = (factors > 0.0).astype(factors.dtype)
+    bugs = {
+        "grad-dropout-unscaled": (
+            "the backward pass does not divide by 1 - p",
+            _kernel_with({"dropped": _times(kept)}),
+        ),
+        "grad-dropout-ignored": (
+            "the backward pass has no dropout",
+            _kernel_with({"dropped": _times(np.ones_like(kept))}),
+        ),
+        "grad-dropout-of-softmax": (
+            "the backward pass of the softmax has the weights after dropout instead of before",
+            _kernel_with({"of_softmax": _with_dropped_weights(factors)}),
+        ),
+    }
+    for name, (about, overrides) in bugs.items():
+        yield _bug(KEPT_DROPOUT, name, about, overrides, "grad.v", "grad.scores")
+    for use, words in (("attn_weights", "attention weights"), ("v", "values")):
+        yield _bug(
+            KEPT_DROPOUT,
+            "grad-dropout-unscaled",
+            f"the gradients of the {words} are not divided by 1 - p",
+            _kernel_with({"dropped": _times(kept, use)}),
+            f"grad.{use}",
+        )
+
+
+def redrawn(factors: np.ndarray) -> Iterator[Edit]:
+    """Yield the bug that the backward pass drops other weights than the forward pass.
+
+    Its row means come from the output of the forward pass, or from a second forward pass.
+
+    Args:
+        factors: of the backward pass: 0 for a dropped weight, 1 / (1 - p) for others.
+    """
+    again = {"dropped": _times(factors)}
+    for overrides in (_kernel_with(again), again):
+        yield _bug(
+            KEPT_DROPOUT,
+            "grad-dropout-redrawn",
+            "the backward pass draws dropout again: it drops other weights than the forward pass",
+            overrides,
+            "grad.v",
+        )
+
+
+def dropout_of(factors: np.ndarray) -> Edit:
+    """Return the dropout of a forward pass, which its backward pass follows."""
+
+    def dropped_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+        a = layer.arithmetic
+        weights = a.widen(original(values)["attn_weights"]) * factors.astype(a.wide)
+        return {"attn_weights": a.keep(weights)}
+
+    def before_dropout(backward: Backward, original: Any, values: Values) -> np.ndarray:
+        return backward.recomputed_attn_weights(values)
+
+    return Edit(
+        "dropout",
+        "attention weights are dropped",
+        {"attn_weights": dropped_weights},
+        backward={"dropped": _times(factors), "attn_weights": before_dropout},
+    )
+
+
+def _times(factors: np.ndarray, *uses: str) -> Override:
+    """Return the dropout with some factors, in some of its uses; by default in both."""
+
+    def dropped(backward: Backward, original: Any, use: str, x: np.ndarray) -> np.ndarray:
+        if uses and use not in uses:
+            return original(use, x)
+        return x * factors.astype(x.dtype)
+
+    return dropped
+
+
+def _with_dropped_weights(factors: np.ndarray) -> Override:
+    def of_softmax(
+        _: Backward,
+        original: Any,
+        attn_weights: np.ndarray,
+        d_weights: np.ndarray,
+        mean: np.ndarray,
+    ) -> np.ndarray:
+        return original(attn_weights * factors.astype(attn_weights.dtype), d_weights, mean)
+
+    return of_softmax
+
+
+# ---- Sums in 16 bits -----------------------------------------------------------------------------
+
+
+def narrow_sums(case: Case) -> Iterator[Edit]:
+    """Yield sums of gradients, and gradients between operations, that are kept in 16 bits."""
+    for dtype in SIXTEEN_BITS:
+        if case.spec.num_kv_heads < case.spec.num_heads and case.spec.latent is None:
+            yield _loss(
+                f"grad-group-sums-{dtype}",
+                f"the gradients of keys and values are summed over their query heads in {dtype}",
+                {"per_kv_head": _group_sums_in(dtype)},
+                "grad.v",
+            )
+            yield _loss(
+                f"grad-group-sums-{dtype}",
+                f"the gradients of keys and values are rounded to {dtype} for each query head, and "
+                f"their sums again",
+                {"per_kv_head": _sums_of_rounded(dtype)},
+                "grad.v",
+            )
+        yield _loss(
+            f"grad-weight-sums-{dtype}",
+            f"the gradients of weights are summed over sequences in {dtype}",
+            {"of_weight": _weight_sums_in(dtype)},
+            "grad.out_proj.weight",
+        )
+        yield _loss(
+            f"grad-scores-{dtype}",
+            f"the gradients of the scores are rounded to {dtype}",
+            _passing(["scores"], _rounded_to(dtype)),
+            "grad.scores",
+        )
+        yield _loss(
+            f"grad-heads-{dtype}",
+            f"the gradients of queries, keys and values are rounded to {dtype}",
+            _passing("qkv", _rounded_to(dtype)),
+            "grad.v",
+        )
+
+
+def _loss(name: str, about: str, backward: Mapping[str, Override], stage: str) -> Edit:
+    return _bug(PRECISION, name, about, backward, stage, is_loss=True)
+
+
+def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    return x.astype(np.float32).astype(dtype_named(dtype)).astype(x.dtype)
+
+
+def _rounded_to(dtype: str) -> Change:
+    def change(_: Backward, d_x: np.ndarray) -> np.ndarray:
+        return _rounded(d_x, dtype)
+
+    return change
+
+
+def _group_sums_in(dtype: str) -> Override:
+    def per_kv_head(backward: Backward, original: Any, name: str, x: np.ndarray) -> np.ndarray:
+        heads = _rounded(_in_groups(backward, x), dtype)
+        total = heads[:, :, 0]
+        for head in range(1, heads.shape[2]):
+            total = _rounded(total + heads[:, :, head], dtype)
+        return total
+
+    return per_kv_head
+
+
+def _sums_of_rounded(dtype: str) -> Override:
+    def per_kv_head(backward: Backward, original: Any, name: str, x: np.ndarray) -> np.ndarray:
+        heads = _rounded(_in_groups(backward, x), dtype)
+        return _rounded(heads.sum(axis=2), dtype)
+
+    return per_kv_head
+
+
+def bias_sums_in(dtype: str) -> Edit:
+    """Return an edit of the noise: gradients of biases are sums in 16 bits, token by token."""
+
+    def of_bias(_: Backward, original: Any, d_y: np.ndarray) -> np.ndarray:
+        total = np.zeros(d_y.shape[-1], d_y.dtype)
+        for of_token in d_y.reshape(-1, d_y.shape[-1]):
+            total = _rounded(total + of_token, dtype)
+        return total
+
+    return Edit(backward={"of_bias": of_bias})
+
+
+def _weight_sums_in(dtype: str) -> Override:
+    def of_weight(backward: Backward, original: Any, d_y: np.ndarray, x: np.ndarray) -> np.ndarray:
+        d_y, x = d_y.reshape(len(x), -1, d_y.shape[-1]), x.reshape(len(x), -1, x.shape[-1])
+        total = np.zeros((d_y.shape[-1], x.shape[-1]), d_y.dtype)
+        for of_sequence, tokens in zip(d_y, x, strict=True):
+            term = _rounded(original(of_sequence[None], tokens[None]), dtype)
+            total = _rounded(total + term, dtype)
+        return total
+
+    return of_weight

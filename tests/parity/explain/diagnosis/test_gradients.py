@@ -1,0 +1,221 @@
+"""Gradients are diagnosed: bugs of the backward pass are named, those of the forward pass too."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers.refusals import refuses
+from helpers.samples import sample
+from wild.rates import Job, judge, judged_names
+from wild.sets import BUGS, RIGHTS, TRAINING
+
+import parity
+from mha_spec import AttentionSpec, Gate, Norm, Rope
+from parity.explain.diagnosis.bugs import GRADIENTS, bugs_for, known_bugs
+from parity.explain.diagnosis.changed_backward import edited_backward
+from parity.measure.core.stages import run_steps
+from parity.measure.core.trace import Reference
+from parity.use.testing.assertion import compare_arrays
+
+RICH = parity.Case(
+    "training",
+    AttentionSpec(32, 8, num_kv_heads=2, rope=Rope(), qk_norm=Norm(), gate=Gate(bias=True)),
+    "a layer with most features",
+    seq_len=8,
+    is_causal=True,
+    key_padding_lengths=(8, 6),
+    bias=True,
+)
+PLAIN = parity.Case("plain", AttentionSpec(32, 4), "nothing special", seq_len=8)
+CAPPED = parity.Case(
+    "capped", AttentionSpec(32, 4, soft_cap=2.0, sinks=True), "a cap", seq_len=8, is_causal=True
+)
+RECORDED = ("gate", "context", "attn_weights", "scores")
+
+
+def gradients_of(problem, *edits):
+    """Return the gradients of the reference with edits, in float32."""
+    backward = edited_backward(problem, "float32", edits, "ieee", fused=False)
+    return backward.gradients(with_stages=True)
+
+
+def alone(gradients):
+    """Return the gradients without those of stages that few people record."""
+    return {name: x for name, x in gradients.items() if name[5:] not in (*RECORDED, *"qkv")}
+
+
+def bug_named(case, name):
+    return next(bug for bug in known_bugs(case, {GRADIENTS}) if bug.name == name)
+
+
+@pytest.mark.costly("diagnoses every bug of the backward pass")
+@sample(where=lambda case: case is PLAIN)
+@pytest.mark.parametrize("case", [RICH, PLAIN, CAPPED], ids=lambda case: case.name)
+def test_bugs_of_backward_pass_are_named(case):
+    """Each bug that changes a gradient is named from gradients alone, or listed as an alternative."""
+    problem = parity.make_problem(case, "float32")
+    right = gradients_of(problem)
+    names = {}
+    for bug in known_bugs(case, {GRADIENTS}):
+        names.setdefault(bug.name, bug)
+    unnamed = []
+    for name, bug in names.items():
+        wrong = gradients_of(problem, bug)
+        compared = compare_arrays(wrong, problem=problem)
+        if all(comparison.passed for comparison in compared):
+            continue
+        assert any(not np.array_equal(wrong[stage], right[stage]) for stage in right)
+        diagnosis = parity.diagnose(wrong, problem)
+        said = [diagnosis.likely_bug, *(about for f in diagnosis.findings for about in f.others)]
+        if name not in said and bug.about not in said:
+            unnamed.append((name, said))
+    assert unnamed == []
+
+
+def test_right_gradients_raise_no_alarm():
+    """Right gradients of the reference's own precision agree, in every dtype."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        problem = parity.make_problem(RICH, dtype)
+        backward = edited_backward(problem, dtype, (), "ieee", fused=True)
+        gradients = backward.gradients(with_stages=True)
+        assert parity.diagnose(gradients, problem).kind == "none"
+        parity.assert_parity(gradients, problem=problem)
+
+
+SOME_RIGHT = [right for right in RIGHTS.values() if right.style in TRAINING and right.seed == 0][
+    ::7
+]
+
+
+@sample(4)
+@pytest.mark.parametrize("right", SOME_RIGHT, ids=lambda right: right.id)
+def test_right_training_raises_no_alarm(right):
+    """Training steps of right ports in torch and JAX raise no alarm."""
+    diagnosis = parity.diagnose(right.observed(), right.problem)
+    assert diagnosis.kind == "none"
+    assert not diagnosis.malformed
+
+
+WRONG = [name for name, bug in BUGS.items() if bug.style in TRAINING]
+
+
+@sample(where=lambda name: name in WRONG[::3])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_training_steps_are_named(name):
+    """Each wrong training step of the ports is named."""
+    verdict = judge(Job(name))
+    assert judged_names(verdict) == "right", verdict["names"]
+    assert verdict["first"] == BUGS[name].stage
+
+
+def test_first_gradient_is_that_of_data_flow():
+    """The first wrong gradient is first in the backward data flow, whatever the order of names."""
+    problem = parity.make_problem(RICH, "float32")
+    wrong = gradients_of(problem, bug_named(RICH, "grad-stopped-at-k"))
+    names = sorted(wrong, reverse=True)
+    diagnosis = parity.diagnose({name: wrong[name] for name in names}, problem)
+    assert diagnosis.stage == "grad.k"
+    diagnosis = parity.diagnose(alone(wrong), problem)
+    assert diagnosis.stage == "grad.k_norm.weight"
+    assert diagnosis.likely_bug == "grad-stopped-at-k"
+
+
+@pytest.mark.parametrize("name", ["scale-missing", "rope-theta-1000", "causal-off-by-one"])
+def test_forward_bug_is_one_finding(name):
+    """Gradients of a layer with a forward bug follow from it; alone, they also name it."""
+    problem = parity.make_problem(RICH, "float32")
+    bug = next(bug for bug in bugs_for(RICH) if bug.name == name)
+    wrong = edited_backward(problem, "float32", (bug,), "ieee", fused=False)
+    stages = run_steps(wrong.layer.steps())
+    gradients = alone(wrong.gradients())
+    of_forward = {stage: stages[stage] for stage in ("q", "k", "v", "scores", "output")}
+    for observed in (of_forward | gradients, {"output": stages["output"]} | gradients):
+        diagnosis = parity.diagnose(observed, problem)
+        (finding,) = diagnosis.findings
+        assert finding.bugs == (name,)
+        assert any(stage.startswith("grad.") for stage in finding.follows)
+    diagnosis = parity.diagnose(gradients, problem)
+    assert [finding.bugs for finding in diagnosis.findings] == [(name,)]
+
+
+def test_unknown_gradients_are_one_finding():
+    """Gradients that nothing explains are one finding: the first, with those that follow."""
+    problem = parity.make_problem(RICH, "float32")
+    gradients = gradients_of(problem)
+    rng = np.random.default_rng(0)
+    for name in ("grad.k", "grad.k_proj.weight", "grad.query"):
+        gradients[name] = rng.standard_normal(gradients[name].shape).astype(np.float32)
+    diagnosis = parity.diagnose(gradients, problem)
+    assert diagnosis.kind == "unknown"
+    (finding,) = diagnosis.findings
+    assert finding.stage == "grad.k"
+    assert finding.follows == ("grad.k_proj.weight", "grad.query")
+
+
+def test_two_backward_bugs_are_two_findings():
+    """A bias without a gradient and a group that is not summed are two findings."""
+    problem = parity.make_problem(RICH, "float32")
+    names = ("grad-missing-of-out_proj-bias", "grad-group-averaged")
+    wrong = gradients_of(problem, *(bug_named(RICH, name) for name in names))
+    diagnosis = parity.diagnose(wrong, problem)
+    assert [finding.likely_bug for finding in diagnosis.findings] == [*names]
+
+
+def test_unknown_names_are_refused():
+    """Unknown names are an error, also next to known ones, and so are gradients with a cache."""
+    problem = parity.make_problem(PLAIN, "float32")
+    output = problem.inputs["query"]
+    for observed in (
+        {"output": output, "grad.nothing": output},
+        {"outputs": output},
+        {"grad.query": output, "scorse": output},
+        {"output": output, "gate": output},
+        {},
+    ):
+        with refuses("observed"):
+            parity.diagnose(observed, problem)
+    cached = replace(PLAIN, chunks=(4, 4), capacity=8)
+    with refuses("observed"):
+        parity.diagnose({"grad.query": output}, parity.make_problem(cached, "float32"))
+
+
+def test_absent_gradient_of_torch_is_zero():
+    """A gradient that is None, as torch leaves it, is named like one of zeros."""
+    problem = parity.make_problem(PLAIN, "float32")
+    gradients = alone(gradients_of(problem)) | {"grad.out_proj.bias": None}
+    diagnosis = parity.diagnose(gradients, problem)
+    assert diagnosis.likely_bug == "grad-missing-of-out_proj-bias"
+    with pytest.raises(AssertionError, match="grad-missing-of-out_proj-bias"):
+        parity.assert_parity(gradients, problem=problem)
+
+
+def test_one_gradient_alone_is_asserted():
+    """`assert_parity` names the bug from one gradient of torch."""
+    problem = parity.make_problem(PLAIN, "float32")
+    wrong = gradients_of(problem, bug_named(PLAIN, "grad-softmax-mean-missing"))
+    with pytest.raises(AssertionError, match="grad-softmax-mean-missing"):
+        parity.assert_parity({"grad.query": torch.from_numpy(wrong["grad.query"])}, problem=problem)
+
+
+def test_axes_of_recorded_gradient_are_read():
+    """A gradient recorded as (B, T, N, H) is read in these axes."""
+    problem = parity.make_problem(PLAIN, "float32")
+    gradients = gradients_of(problem)
+    swapped = gradients | {"grad.q": gradients["grad.q"].swapaxes(1, 2)}
+    diagnosis = parity.diagnose(swapped, problem)
+    assert diagnosis.kind == "convention"
+    assert "grad.q" in diagnosis.conventions
+    malformed = parity.diagnose(gradients | {"grad.q": np.zeros(3, np.float32)}, problem)
+    assert malformed.is_wrong
+    assert "grad.q" in malformed.malformed
+
+
+def test_stage_gradients_are_optional():
+    """Gradients of stages are compared if they are recorded, and required of no backend."""
+    problem = parity.make_problem(PLAIN, "float32")
+    every = Reference(problem, True).accumulated
+    assert "grad.scores" not in every
+    assert "grad.query" in every
+    some = Reference(problem, True, frozenset({"grad.scores"})).accumulated
+    assert {"grad.scores", "grad.context", "grad.query"} <= some.keys()

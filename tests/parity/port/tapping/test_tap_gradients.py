@@ -1,0 +1,132 @@
+"""A tapped training step shows the first wrong gradient of a live model."""
+
+import pytest
+import torch
+import transformers
+from transformers.models.qwen3 import modeling_qwen3
+
+import parity
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+TOKENS = torch.tensor([[5, 3, 8, 1, 7, 2], [1, 2, 3, 4, 5, 6]])
+
+
+def made(dtype=torch.float32, attention="eager"):
+    """Return a small model."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        **SIZES,
+        num_hidden_layers=2,
+        intermediate_size=48,
+        vocab_size=64,
+        attn_implementation=attention,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
+
+
+def verdict_on(model, tokens=TOKENS, **inputs):
+    """Tap a training step and compare its layers."""
+    specs = parity.specs_of(model.config.to_dict())
+    weights = {
+        i: parity.from_transformers(layer.self_attn, model.config)[1]
+        for i, layer in enumerate(model.model.layers)
+    }
+    with parity.tap(model) as tapped:
+        model(tokens, labels=tokens, **inputs).loss.backward()
+    return parity.check_tap(tapped, specs, weights)
+
+
+def in_layer_1(monkeypatch, attention):
+    """Replace the attention function of layer 1."""
+    original = modeling_qwen3.eager_attention_forward
+
+    def function(module, query, key, value, mask, **options):
+        if module.layer_idx != 1:
+            return original(module, query, key, value, mask, **options)
+        return attention(original, module, query, key, value, mask, **options)
+
+    monkeypatch.setattr(modeling_qwen3, "eager_attention_forward", function)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_right_training_step_agrees(dtype, attention):
+    """All layers of a right training step agree, and their gradients were compared."""
+    verdict = verdict_on(made(dtype, attention))
+    assert verdict.passed
+    stages = [comparison.stage for comparison in verdict.layers[1].comparisons]
+    assert stages[-4:] == ["grad.context", "grad.v", "grad.q", "grad.k"]
+
+
+def detached_keys(original, module, query, key, value, mask, **options):
+    return original(module, query, key.detach(), value, mask, **options)
+
+
+def first_of_group(original, module, query, key, value, mask, **options):
+    """Let the first query head of each group alone reach keys and values."""
+    is_first = (torch.arange(4) % 2 == 0)[:, None, None]
+    keys, values = (x.repeat_interleave(2, 1) for x in (key, value))
+    keys = torch.where(is_first, keys, keys.detach())
+    values = torch.where(is_first, values, values.detach())
+    scores = query @ keys.mT * options["scaling"] + mask
+    attn_weights = scores.softmax(-1)
+    return (attn_weights @ values).transpose(1, 2).contiguous(), attn_weights
+
+
+def detached_weights(original, module, query, key, value, mask, **options):
+    keys, values = (x.repeat_interleave(2, 1) for x in (key, value))
+    scores = query @ keys.mT * options["scaling"] + mask
+    attn_weights = scores.softmax(-1).detach()
+    return (attn_weights @ values).transpose(1, 2).contiguous(), attn_weights
+
+
+@pytest.mark.parametrize(
+    ("attention", "name", "stage"),
+    [
+        (detached_keys, "grad-stopped-at-k", "grad.k"),
+        (detached_weights, "grad-stopped-at-attn-weights", "grad.q"),
+        (first_of_group, "grad-group-not-summed", "grad.v"),
+    ],
+)
+def test_first_wrong_gradient_is_named(monkeypatch, attention, name, stage):
+    """A gradient that is stopped in one layer is named there, and other layers agree."""
+    in_layer_1(monkeypatch, attention)
+    verdict = verdict_on(made())
+    assert [layer.index for layer in verdict.wrong] == [1]
+    assert verdict.first.diagnosis.likely_bug == name
+    assert verdict.first.difference.stage == stage
+
+
+def test_forward_bug_hides_its_gradients():
+    """If a layer's forward pass is wrong, its gradients are not compared."""
+    model = made()
+    model.model.layers[1].self_attn.scaling = 1.0
+    verdict = verdict_on(model)
+    assert verdict.first.diagnosis.likely_bug == "scale-missing"
+    stages = [comparison.stage for comparison in verdict.first.comparisons]
+    assert not any(stage.startswith("grad.") for stage in stages)
+
+
+def test_frozen_inputs_raise_no_alarm():
+    """Frozen embeddings and projections are no stopped gradients, and padding is left out."""
+    model = made()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.requires_grad_(False)
+    assert verdict_on(model).passed
+    padded = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    assert verdict_on(made(), attention_mask=padded).passed
+
+
+def test_saved_recordings_have_gradients(tmp_path):
+    """A saved recording has its gradients; after the tap, nothing is recorded any more."""
+    model = made()
+    with parity.tap(model) as tapped:
+        loss = model(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    assert "grad.output" not in tapped.layers[0].calls[0].values
+    with parity.tap(model) as tapped:
+        model(TOKENS, labels=TOKENS).loss.backward()
+    tapped.save(tmp_path / "tap.safetensors")
+    loaded = parity.load_tap(tmp_path / "tap.safetensors")
+    assert loaded.layers[0].calls[0].values["grad.k"].shape == (2, 2, 6, 8)
