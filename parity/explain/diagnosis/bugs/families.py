@@ -61,6 +61,9 @@ SWAPPED = BugFamily(
     "use each projection's own weight; check the order of a packed projection",
 )
 INPUTS = BugFamily("swapped-projections", "project q from the query, and k and v from the key")
+PACKING = BugFamily(
+    "fused-qkv", "split a packed weight of q, k and v in the order in which it is packed"
+)
 BIAS = BugFamily("missing-bias", "add the bias of each projection once, its own")
 QK_NORM = BugFamily(
     "qk-norm", "normalize with the layer's own norms, weights and eps, at the specified place"

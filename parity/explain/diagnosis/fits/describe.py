@@ -171,8 +171,14 @@ def _num_parameters(edit: Edit) -> int:
 
 
 def _have_plain_page(patterns: list[Edit]) -> bool:
-    """Return True if a pattern with few numbers has a page: parts of the layer say no more."""
-    return any(edit.parameters <= PLAIN and edit.pages for edit in _distinct(patterns))
+    """Return True if a pattern with few numbers has a page: parts of the layer say no more.
+
+    Slopes that are added to scores are no such pattern: ALiBi's own may follow a formula.
+    """
+    return any(
+        edit.parameters <= PLAIN and edit.pages and edit.name != "slope"
+        for edit in _distinct(patterns)
+    )
 
 
 def place_of(

@@ -20,6 +20,7 @@ from parity.explain.diagnosis.fits.cache_parts import cache_parts
 from parity.explain.diagnosis.fits.distance_parts import alibi_numbers, alibi_parts
 from parity.explain.diagnosis.fits.norm_parts import norm_numbers, norm_parts
 from parity.explain.diagnosis.fits.numbers import Fitted, Number, Recompute, StageTrial
+from parity.explain.diagnosis.fits.packings import packings
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.rope_parts import rope_parts
 from parity.explain.diagnosis.fits.softmax import softmax_numbers
@@ -65,6 +66,9 @@ def _weights_and_parts(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
         changes.single_heads(problem),
     )
     explaining_parts = list(islice(_explaining(trial, candidates), MOST_PARTS))
+    if not explaining_parts:
+        # One stage may fit several orders: the others decide.
+        explaining_parts = [edit for edit in packings(problem) if trial.explains(edit)]
     yield from explaining_parts
     if not explaining_parts:
         for name in names:
@@ -78,12 +82,18 @@ def _weights_and_parts(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
 def _explaining(trial: StageTrial, candidates: Iterator[Edit]) -> Iterator[Edit]:
     """Yield the parts that explain the stage, in the whole layer or in the wrong slices alone."""
     is_in_part = _is_in_some_slices(trial.difference)
+    explains_all = False
+    in_part: list[Edit] = []
     for edit in candidates:
         if trial.explains(edit):
+            explains_all = True
             yield edit
         elif is_in_part and trial.explains_in_part(edit):
             # The reference has no such layer: the edit describes this stage alone.
-            yield replace(edit, about=f"there alone, {edit.about}", overrides={})
+            in_part.append(replace(edit, about=f"there alone, {edit.about}", overrides={}))
+    # What a layer may have as a whole says more.
+    if not explains_all:
+        yield from in_part
 
 
 def _is_in_some_slices(difference: Difference) -> bool:
