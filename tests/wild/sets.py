@@ -30,6 +30,7 @@ CASES = {
     "decode": ("decode", "decode-ragged", "decode-gpt", "decode-one", "decode-mqa"),
     "gemma": ("gemma", "gemma-window", "gemma-loud", "gemma-plain", "mistral", "llama"),
     "mpt": ("mpt", "mpt-four", "mpt-clipped", "mpt-normed"),
+    "mla": ("mla", "mla-other"),
 }  # fmt: skip
 """Layers that each port supports, its own layers first."""
 
@@ -54,6 +55,7 @@ RECORDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gemma": (("gemma", "gemma-window"), (*SHAPES, "mask-visible", "mask-t-s", "scores-unscaled", "scores-masked",
                                           "before-rope", "before-norm", "kv-repeated")),
     "mpt": (("mpt",), (*SHAPES, "mask-visible", "mask-t-s", "scores-masked")),
+    "mla": (("mla",), ("bthd", "no-mask", "mask-visible", "mask-t-s", "last-stages")),
 }  # fmt: skip
 """Other ways to record each port: the layers and the variants."""
 

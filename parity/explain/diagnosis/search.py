@@ -817,7 +817,7 @@ def _with_stages(finding: Finding, stages: Sequence[str], pattern: Edits) -> Fin
     abouts = [edit.about for edit in pattern]
     patterns: list[Edit] = []
     for edit in sorted(description.patterns, key=lambda edit: edit.about not in abouts):
-        # Of the orders of a packed weight that explain one stage, the other stages show which.
+        # The other stages show which order of a packed weight it is.
         if edit.name == "packing" and abouts and edit.about not in abouts:
             continue
         patterns.append(edit)

@@ -200,15 +200,13 @@ def _mscale_ignored(spec: AttentionSpec, rope: Rope, scaling: YarnScaling) -> It
         f"multiplied by {right:.6g}"
     )
     amplitudes = [right]
-    for name, about, wrong in (
+    for about, wrong in (
         (
-            "mscale-ignored",
             "YaRN's attention factor is 0.1 ln(factor) + 1 instead of the ratio of mscale and "
             "mscale_all_dim",
             usual.amplitude(),
         ),
         (
-            "mscale-all-dim-ignored",
             "YaRN's attention factor is 0.1 mscale ln(factor) + 1, not divided by the same of "
             "mscale_all_dim",
             numerator,
@@ -218,7 +216,7 @@ def _mscale_ignored(spec: AttentionSpec, rope: Rope, scaling: YarnScaling) -> It
             continue
         amplitudes.append(wrong)
         other = replace(rope, scaling=replace(usual, attention_factor=wrong))
-        yield of_factor(f"rope-yarn-{name}", about, with_rope(spec, other), fix=fix)
+        yield of_factor("rope-yarn-mscale-ignored", about, with_rope(spec, other), fix=fix)
 
 
 # ---- Parts of a head -----------------------------------------------------------------------------

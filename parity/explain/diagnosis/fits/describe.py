@@ -12,7 +12,7 @@ from parity.explain.diagnosis.fits.before_rope import before_rope
 from parity.explain.diagnosis.fits.mixed import dropouts, lost_rows, mixtures
 from parity.explain.diagnosis.fits.numbers import Recompute, spec_numbers
 from parity.explain.diagnosis.fits.orders import orders, other_stages, shifts, transposes
-from parity.explain.diagnosis.fits.parts import parts
+from parity.explain.diagnosis.fits.parts import parts, parts_of_sample
 from parity.explain.diagnosis.fits.places import find_place, wrong_elements
 from parity.explain.diagnosis.fits.record import Description, Difference, Place
 from parity.explain.diagnosis.fits.rotation import rotations
@@ -158,6 +158,8 @@ def _patterns(difference: Difference, recompute: Recompute | None) -> list[Edit]
     if recompute is not None:
         patterns += spec_numbers(difference, recompute)
     if is_sample:
+        if recompute is not None and not patterns:
+            patterns += parts_of_sample(difference, recompute)
         return patterns
     if not patterns:
         patterns += before_rope(difference)

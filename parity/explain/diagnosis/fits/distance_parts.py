@@ -152,7 +152,7 @@ def _other_slopes(spec: AttentionSpec, alibi: Alibi) -> dict[str, np.ndarray]:
     for times in range(2, count + 1):
         if count % times:
             continue
-        # A rank that has a part of the heads computes the slopes of a layer of so many.
+        # A rank that has a part of the heads may compute the slopes of a smaller layer.
         share = count // times
         of_share = slopes_of_heads(share, most)
         slopes[f"those of a layer of {share} heads, {times} times"] = np.tile(of_share, times)

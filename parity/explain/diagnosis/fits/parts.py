@@ -50,6 +50,27 @@ def parts(difference: Difference, recompute: Recompute) -> Iterator[Edit]:
         return
 
 
+def parts_of_sample(difference: Difference, recompute: Recompute) -> Iterator[Edit]:
+    """Yield the parts that a sample of tokens can show: rotations and packed weights in queries,
+    keys and values, where no token depends on another one; and ALiBi after them.
+    """
+    problem = difference.problem
+    if problem is None or not np.isfinite(difference.expected).all():
+        return
+    trial = StageTrial(difference, recompute)
+    if difference.stage.quantity in ("q", "k", "v"):
+        candidates = chain(rope_parts(problem), packings(problem))
+    else:
+        candidates = alibi_parts(problem)
+    try:
+        explaining = [edit for edit in candidates if trial.explains(edit)]
+        if not explaining and difference.stage.quantity not in ("q", "k", "v"):
+            explaining = list(alibi_numbers(trial, problem))
+    except TimeoutError:
+        return
+    yield from explaining
+
+
 def _weights_and_parts(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
     names = [name for name in problem.weights if _depends_on(trial, name)]
     quantity = trial.difference.stage.quantity
@@ -91,7 +112,7 @@ def _explaining(trial: StageTrial, candidates: Iterator[Edit]) -> Iterator[Edit]
         elif is_in_part and trial.explains_in_part(edit):
             # The reference has no such layer: the edit describes this stage alone.
             in_part.append(replace(edit, about=f"there alone, {edit.about}", overrides={}))
-    # What a layer may have as a whole says more.
+    # A change of the whole layer says more.
     if not explains_all:
         yield from in_part
 
