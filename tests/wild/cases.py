@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from mha_spec import Alibi, AttentionSpec, Gate, LinearScaling, Llama3Scaling, Norm, Rope
+from mha_spec import Alibi, AttentionSpec, Gate, Latent, LinearScaling, Llama3Scaling, Norm, Rope, YarnScaling
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem, make_problem
 
@@ -15,11 +15,26 @@ GEMMA = replace(LLAMA, qk_norm=Norm(weight="1+w"), scale=0.25, soft_cap=5.0)
 GPT_OSS = replace(LLAMA, window_size=3, sinks=True)
 MPT = AttentionSpec(48, 6, qkv_bias=False, out_bias=False, alibi=Alibi())
 TRAIN = AttentionSpec(32, 8, num_kv_heads=2, head_dim=8, rope=Rope(), qk_norm=Norm(), gate=Gate())
+MLA = AttentionSpec(
+    32,
+    4,
+    head_dim=16,
+    value_head_dim=12,
+    latent=Latent(20, 8, q_rank=24),
+    qkv_bias=False,
+    out_bias=False,
+    rope=Rope(
+        rotary_dim=8, rotated="last", pairs="interleaved", scaling=YarnScaling(40.0, 64, mscale=1.0, mscale_all_dim=1.0)
+    ),
+)
+MLA_OTHER = replace(MLA, rope=replace(MLA.rope, scaling=YarnScaling(40.0, 64, mscale=1.0, mscale_all_dim=0.5)))
 CAUSAL = {"is_causal": True}
 STEPS = {"seq_len": 7, "chunks": (4, 1, 1, 1), "capacity": 10}
 
 LAYERS = {
     "gpt": (AttentionSpec(32, 4), {"seq_len": 7, **CAUSAL}),
+    "mla": (MLA, {"seq_len": 9, **CAUSAL}),
+    "mla-other": (MLA_OTHER, {"seq_len": 9, **CAUSAL}),
     "gpt-square": (AttentionSpec(16, 4), {"batch": 4, "seq_len": 4, **CAUSAL}),
     "gpt-one": (AttentionSpec(32, 4), {"batch": 1, "seq_len": 9, **CAUSAL}),
     "gpt-token": (AttentionSpec(32, 4), {"seq_len": 1, **CAUSAL}),

@@ -33,6 +33,7 @@ CASES = {
     "torch_training": ("train", "train-biased", "train-gqa", "train-full", "llama", "gpt"),
     "torch_kernel": ("train-gqa", "train-full", "train-gqa-causal", "train-ring", "gpt"),
     "jax_training": ("train-gqa-causal", "train-ring", "gpt"),
+    "mla": ("mla", "mla-other"),
 }  # fmt: skip
 """Layers that each port supports, its own layers first."""
 
@@ -60,6 +61,7 @@ RECORDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "torch_training": (("train",), ("gradients", "gradients-alone", "gradients-between")),
     "torch_kernel": (("train-gqa", "train-full"), ("gradients", "gradients-alone", "gradients-between")),
     "jax_training": (("train-gqa-causal", "train-ring"), ("gradients", "gradients-alone")),
+    "mla": (("mla",), ("bthd", "no-mask", "mask-visible", "mask-t-s", "last-stages")),
 }  # fmt: skip
 """Other ways to record each port: the layers and the variants."""
 

@@ -18,8 +18,8 @@ from parity.measure.core.stages import stage_named
 
 
 def injected_pattern(trial: Trial, stage: str, edits: Edits, patterns: Sequence[Edit]) -> Edits:
-    """Return the first pattern of a stage that explains it in the reference, and spoils no right
-    stage; empty if none does.
+    """Return the pattern of a stage that explains most stages in the reference, and spoils no right
+    one; empty if none explains this stage.
 
     Args:
         trial: the reference, and the observed stages.
@@ -31,14 +31,19 @@ def injected_pattern(trial: Trial, stage: str, edits: Edits, patterns: Sequence[
     of_path = [other for other in trial.stages if stage_named(other).path == known.path]
     wrong = trial.wrong(of_path, edits)
     right = [other for other in of_path if other not in wrong]
+    best: Edits = ()
+    fewest = len(wrong)
     for pattern in patterns:
         for edit in _forms(pattern, known.quantity):
             with_pattern = (*edits, edit)
             if trial.judgement(stage, with_pattern).ratio > 1.0:
                 continue
-            if not trial.wrong(right, with_pattern):
-                return (edit,)
-    return ()
+            if trial.wrong(right, with_pattern):
+                continue
+            still_wrong = trial.wrong(wrong, with_pattern)
+            if len(still_wrong) < fewest:
+                best, fewest = (edit,), len(still_wrong)
+    return best
 
 
 def _forms(pattern: Edit, quantity: str) -> Iterator[Edit]:

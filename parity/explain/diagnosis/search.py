@@ -386,10 +386,23 @@ class _PartSearch:
                 first, *others = equal
                 cause = _Cause(stage, first, tuple(others))
                 return _Chain((cause, *complete[first].causes))
-            for added, chain in chains.items():
+            for added, chain in sorted(
+                chains.items(), key=lambda tried: self._num_changed_in_vain(stages, edits, tried[0])
+            ):
                 if stages.index(chain.unexplained) > stages.index(best.unexplained):
                     best = _Chain((_Cause(stage, added), *chain.causes), chain.unexplained)
         return best
+
+    def _num_changed_in_vain(self, stages: Sequence[str], edits: Edits, added: Edits) -> int:
+        """Return the number of wrong stages that edits change and leave wrong: a bug in queries
+        alone says less about the keys than one in both.
+        """
+        trial = self.trial
+        with_added = (*edits, *added)
+        still_wrong = trial.wrong(trial.wrong(stages, edits), with_added)
+        return sum(
+            not trial.leaves(trial.step_of[name], edits, added, [name]) for name in still_wrong
+        )
 
     def _is_new(self, added: Edits) -> bool:
         """Return True if no other part has one of some bugs."""
@@ -895,17 +908,19 @@ def _of_sample(description: Description) -> Description | None:
 
 
 def _with_stages(finding: Finding, stages: Sequence[str], pattern: Edits) -> Finding:
-    """Return a finding as plain data, with the stages that its pattern explains.
-
-    If the stages are several, the pattern that explains all of them comes first.
+    """Return a finding as plain data, with the stages that its pattern explains; that pattern comes
+    first.
     """
     description = finding.description
     if description is None:
         return finding
-    patterns = list(description.patterns)
-    if len(stages) > 1:
-        abouts = [edit.about for edit in pattern]
-        patterns.sort(key=lambda edit: edit.about not in abouts)
+    abouts = [edit.about for edit in pattern]
+    patterns: list[Edit] = []
+    for edit in sorted(description.patterns, key=lambda edit: edit.about not in abouts):
+        # The other stages show which order of a packed weight it is.
+        if edit.name == "packing" and abouts and edit.about not in abouts:
+            continue
+        patterns.append(edit)
     plain_patterns = tuple(plain(edit) for edit in patterns)
     return replace(
         finding,

@@ -43,6 +43,20 @@ m("slopes-extra-first", "alibi",
 m("slopes-reversed", "alibi", ("return torch.tensor(slopes)", "return torch.tensor(slopes).flip(0)"),
   "Slopes are in reverse.", "scores", law="permutation of heads")
 m("bias-max", "alibi", (MAX, "alibi_bias_max = 16"), "alibi_bias_max is 16.", "scores", law="slopes squared")
+m("slopes-of-rank", "alibi", ("return torch.tensor(slopes)", "return torch.tensor(slopes[: n_heads // 2] * 2)"),
+  "Each of two ranks has the slopes of the first heads.", "scores", limited={"N": (3, 4, 5)},
+  law="slopes of heads 0 to 2, twice")
+m("slopes-inverse", "alibi", (SLOPES, "slopes = [1 / (i + 1) for i in range(closest)]"),
+  "The first slopes are 1 / n.", "scores", limited={"N": (0, 1, 2, 3)}, law="slopes 1, 1/2, 1/3, 1/4")
+m("distances-cut", "alibi", (ALIBI, "alibi = -distance.abs().clamp(max=3)[None, None].float()"),
+  "Distances above 3 count as 3.", "scores", law="distances at most 3")
+m("split-kv-per-head", "heads",
+  (SPLIT, "query, key, value = (qkv[..., : cfg.width], *(t.flatten(2) for t in "
+          "qkv[..., cfg.width :].view(b, s, cfg.n_heads, 2, cfg.head_dim).unbind(3)))"),
+  "Keys and values are split head by head, though all keys come first.", "k",
+  limited={"K": (1, 2, 3, 4, 5)}, law="rows permuted")
+m("split-vqk", "heads", (SPLIT, SPLIT.replace("query, key, value", "value, query, key")),
+  "The thirds are taken as v, q, k.", "q", law="projections permuted")
 m("alibi-sign", "alibi", (ALIBI, "alibi = distance.abs()[None, None].float()"), "Far keys gain.", "scores",
   law="slopes times -1")
 m("alibi-lost", "alibi", (ADD, "pass"), "ALiBi is not added.", "scores", law="no ALiBi")

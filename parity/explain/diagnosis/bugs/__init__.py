@@ -113,6 +113,7 @@ TOPICS = (
     _topic(weights.swapped, QKV),
     _topic(rope_kinds.scaled, QKV),
     _topic(rope.turned_otherwise, QKV),
+    _topic(precision.rope_numbers, QKV),
     _topic(rope.other_theta, QKV),
     _topic(rope_kinds.partly, QKV),
     _topic(rope_kinds.on_several_axes, QKV),

@@ -157,6 +157,11 @@ def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Ite
             root / math.sqrt(mscale_squared),
         ),
         (
+            "mscale-twice",
+            "contains mscale four times instead of twice",
+            root / mscale_squared**2,
+        ),
+        (
             "mscale-all-dim-ignored",
             "uses 0.1 ln(factor) + 1 as mscale, without mscale_all_dim",
             root / _whole_mscale(spec) ** 2,

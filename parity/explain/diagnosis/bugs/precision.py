@@ -21,8 +21,10 @@ from parity.explain.diagnosis.work import PER_MULTIPLICATION, PER_ROUNDED, ask, 
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.reference.arithmetic import MANTISSA, multiplications
+from parity.measure.core.reference.rope import axes, frequencies
 from parity.measure.core.stages import Values
 from parity.measure.core.weights import dtype_named, is_floating
+from parity.measure.text import and_listed
 
 DTYPES = ("bfloat16", "float16")
 """Dtypes to which float32 is rounded."""
@@ -403,6 +405,136 @@ def _scores_with_alibi(cut: Cut) -> Overrides:
 
 def _product_rounded(cut: Cut, layer: Layer, original: Override, values: Values) -> np.ndarray:
     return _rounded(layer, original(values), cut)
+
+
+# ---- RoPE ----------------------------------------------------------------------------------------
+
+POWERS, FREQUENCIES, POSITIONS, ANGLES, TABLES = (
+    "powers of theta",
+    "frequencies",
+    "positions",
+    "angles",
+    "tables of cosines and sines",
+)
+"""Numbers of RoPE, each computed from those before it."""
+
+ROUNDED_TOGETHER = (
+    (FREQUENCIES,),
+    (POSITIONS,),
+    (ANGLES,),
+    (FREQUENCIES, POSITIONS, ANGLES),
+    (FREQUENCIES, POSITIONS, ANGLES, TABLES),
+    (FREQUENCIES, TABLES),
+    (POSITIONS, TABLES),
+    (ANGLES, TABLES),
+    (FREQUENCIES, ANGLES),
+    (FREQUENCIES, ANGLES, TABLES),
+    (FREQUENCIES, POSITIONS),
+    (POSITIONS, ANGLES),
+    (POSITIONS, ANGLES, TABLES),
+    (POWERS,),
+    (POWERS, FREQUENCIES),
+    (POWERS, FREQUENCIES, TABLES),
+    (POWERS, FREQUENCIES, POSITIONS, ANGLES),
+    (POWERS, FREQUENCIES, POSITIONS, ANGLES, TABLES),
+)
+"""Numbers that are rounded in one layer, usual ones first. A layer in 16 bits, or autocast, rounds
+all of them; a call of `float` in between leaves out those after it.
+"""
+
+EXACT_INTEGERS = {"bfloat16": 2**8, "float16": 2**11}
+"""The largest integer up to which all are numbers of a dtype."""
+
+
+def rope_numbers(case: Case) -> Iterator[Edit]:
+    """Positions, frequencies and angles of RoPE that are rounded to 16 bits.
+
+    They lose whole radians at far positions, so they are no small loss of precision: they are
+    tried like all other bugs, also in a layer of 16 bits.
+    """
+    rope = case.spec.rope
+    if rope is None:
+        return
+    longest = int(case.positions().max()) + 1
+    in_float64 = np.array(frequencies(rope, case.spec.head_dim, longest), np.float64)
+    exact = in_float64.astype(np.float32)
+    with np.errstate(divide="ignore"):
+        powers = (1.0 / in_float64).astype(np.float32)
+    for dtype in DTYPES:
+        inexact = {ANGLES, TABLES}
+        if not _is_exact(exact, dtype):
+            inexact.add(FREQUENCIES)
+        if longest - 1 > EXACT_INTEGERS[dtype]:
+            inexact.add(POSITIONS)
+        has_powers = rope.scaling is None and rope.sections is None
+        if has_powers and not _is_exact(powers, dtype):
+            inexact.add(POWERS)
+        for numbers in ROUNDED_TOGETHER:
+            if inexact.issuperset(numbers):
+                yield _rope_in(dtype, numbers)
+
+
+def _is_exact(x: np.ndarray, dtype: str) -> bool:
+    """Return True if a narrower dtype has all numbers of an array."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(x.astype(dtype_named(dtype)).astype(x.dtype), x)
+
+
+def _rope_in(dtype: str, numbers: tuple[str, ...]) -> Edit:
+    """Return the bug that some numbers of RoPE are rounded to a dtype."""
+    about = f"RoPE's {and_listed(numbers)} are rounded to {dtype}"
+    page = "rope-positions"
+    if ANGLES in numbers:
+        name = "angles"
+        fix = "compute positions, frequencies and angles in float32, outside of autocast"
+    elif POSITIONS in numbers and FREQUENCIES not in numbers:
+        name = "positions"
+        fix = "keep positions as integers, and compute the angles in float32"
+        if numbers == (POSITIONS,):
+            about = (
+                f"RoPE positions are {dtype} numbers, which are inexact above "
+                f"{EXACT_INTEGERS[dtype]}"
+            )
+    else:
+        name, page = "frequencies", "rope-theta"
+        fix = "keep the frequencies (inv_freq) in float32, also if the model is cast to 16 bits"
+        if numbers == (FREQUENCIES,):
+            about += " before they are multiplied by positions"
+    overrides: Overrides = {"angles": partial(_angles_rounded, _to(dtype), frozenset(numbers))}
+    if TABLES in numbers:
+        overrides["tables"] = partial(_tables_rounded, _to(dtype))
+    return known_bug(
+        f"rope-{name}-{dtype}", about, overrides, fix, page, stages=("q", "latents", "k")
+    )
+
+
+def _angles_rounded(
+    cut: Cut, numbers: Collection[str], layer: Layer, original: Override, positions: np.ndarray
+) -> np.ndarray:
+    """Return angles, which are positions times frequencies, with some of the numbers rounded."""
+    right = original(positions)
+    if positions.ndim == 3:
+        of_pairs = positions[axes(layer.rope(), layer.problem.spec.head_dim)]
+    else:
+        of_pairs = np.broadcast_to(positions, (right.shape[-1], *positions.shape))
+    places = np.moveaxis(of_pairs, 0, -1)[:, None].astype(np.float64)
+    # Frequencies may depend on the longest position, so they are those of the angles themselves.
+    of_tokens = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
+    of_tokens = of_tokens.astype(np.float32)
+    if POWERS in numbers:
+        powers = np.divide(
+            np.float32(1), of_tokens, out=np.zeros_like(of_tokens), where=of_tokens != 0.0
+        )
+        powers = cut(powers)
+        of_tokens = np.divide(np.float32(1), powers, out=np.zeros_like(powers), where=powers != 0.0)
+    if FREQUENCIES in numbers:
+        of_tokens = cut(of_tokens)
+    if POSITIONS in numbers:
+        places = cut(places)
+    angles = (of_tokens.astype(np.float64) * places).astype(right.dtype)
+    if ANGLES in numbers:
+        return _rounded(layer, angles, cut)
+    return angles
 
 
 # ---- Products ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from parity.explain.diagnosis.bugs.families import (
     REVERSED_ROPE,
     THETA,
 )
-from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
+from parity.explain.diagnosis.bugs.record import Edit, known_bug
 from parity.explain.diagnosis.bugs.sites import (
     after,
     features_unchanged,
@@ -30,8 +30,6 @@ from parity.explain.diagnosis.bugs.specs import with_rope
 from parity.explain.fitting.thetas import THETAS_IN_USE
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
-from parity.measure.core.reference.rope import axes, frequencies
-from parity.measure.core.weights import dtype_named
 
 of_rope = partial(known_bug, page="rope-positions", stages=("q", "latents", "k"))
 of_pairs = partial(of_rope, page="rope-pairs")
@@ -93,25 +91,6 @@ def turned_otherwise(case: Case) -> Iterator[Edit]:
             "RoPE's sines and cosines are exchanged",
             {"tables": after(_exchanged)},
             fix=REVERSED_ROPE.fix,
-        )
-    if case.positions().max() > 256:
-        yield of_rope(
-            "rope-positions-bfloat16",
-            "RoPE positions are bfloat16 numbers, which are inexact above 256",
-            {"rotate": _by_rounded_positions},
-            fix="keep positions as integers, and compute the angles in float32",
-        )
-    longest = int(case.positions().max()) + 1
-    exact = np.array(frequencies(rope, spec.head_dim, longest), np.float32)
-    for dtype in ("bfloat16", "float16"):
-        if np.array_equal(exact.astype(dtype_named(dtype)).astype(np.float32), exact):
-            continue
-        yield of_rope(
-            f"rope-frequencies-{dtype}",
-            f"RoPE's frequencies are rounded to {dtype} before they are multiplied by positions",
-            {"angles": partial(_by_rounded_frequencies, dtype)},
-            fix="keep the frequencies (inv_freq) in float32, also if the model is cast to 16 bits",
-            page=THETA.page,
         )
     is_normed_after_rope = spec.v_norm is not None and spec.v_norm.after_rope
     has_one_width = spec.value_head_dim == spec.head_dim
@@ -221,30 +200,6 @@ def _over_heads(layer: Layer, x: np.ndarray, _: np.ndarray) -> np.ndarray:
 def _exchanged(tables: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     cos, sin = tables
     return sin, cos
-
-
-def _by_rounded_positions(
-    _: Layer, original: Override, x: np.ndarray, places: np.ndarray, *way: int
-) -> np.ndarray:
-    """Integers above 256 have more bits than a bfloat16."""
-    step = np.maximum(np.exp2(np.floor(np.log2(np.maximum(places, 1))) - 7), 1)
-    return original(x, (np.round(places / step) * step).astype(places.dtype), *way)
-
-
-def _by_rounded_frequencies(
-    dtype: str, layer: Layer, original: Override, positions: np.ndarray
-) -> np.ndarray:
-    """Return angles, which are positions times frequencies, with frequencies in a dtype."""
-    right = original(positions)
-    if positions.ndim == 3:
-        of_pairs = positions[axes(layer.rope(), layer.problem.spec.head_dim)]
-    else:
-        of_pairs = np.broadcast_to(positions, (right.shape[-1], *positions.shape))
-    places = np.moveaxis(of_pairs, 0, -1)[:, None].astype(np.float64)
-    # Frequencies may depend on the longest position, so they are those of the angles themselves.
-    exact = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
-    rounded = exact.astype(np.float32).astype(dtype_named(dtype)).astype(np.float64)
-    return (rounded * places).astype(right.dtype)
 
 
 def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[Edit]:

@@ -77,7 +77,7 @@ def scaled(case: Case) -> Iterator[Edit]:
             {"lengths": instead(partial(np.add, 1))},
             fix="choose the frequencies once for a call, by its last position",
         )
-    if isinstance(scaling, (YarnScaling, LongRopeScaling)) and rope.attention_factor != 1.0:
+    if isinstance(scaling, (YarnScaling, LongRopeScaling)):
         yield from _attention_factor(spec, rope, scaling)
 
 
@@ -171,27 +171,52 @@ def _attention_factor(
     spec: AttentionSpec, rope: Rope, scaling: YarnScaling | LongRopeScaling
 ) -> Iterator[Edit]:
     right = rope.attention_factor
-    fix = (
-        f"multiply cosines and sines by {right:.6g}, once, and leave the scale of the scores "
-        f"unchanged"
-    )
     plain = scaling
     if isinstance(scaling, YarnScaling):
         plain = replace(scaling, mscale=None, mscale_all_dim=None)
-    for name, about, wrong in (
-        ("missing", "cosines and sines are not multiplied by the attention factor", 1.0),
-        ("squared", "cosines and sines are multiplied by the attention factor twice", right**2),
-    ):
-        other = replace(rope, scaling=replace(plain, attention_factor=wrong))
-        yield of_factor(f"rope-attention-factor-{name}", about, with_rope(spec, other), fix=fix)
-    if isinstance(plain, YarnScaling) and plain != scaling and plain.amplitude() != right:
-        yield of_factor(
-            "rope-yarn-mscale-ignored",
+    if right != 1.0:
+        fix = (
+            f"multiply cosines and sines by {right:.6g}, once, and leave the scale of the scores "
+            f"unchanged"
+        )
+        for name, about, wrong in (
+            ("missing", "cosines and sines are not multiplied by the attention factor", 1.0),
+            ("squared", "cosines and sines are multiplied by the attention factor twice", right**2),
+        ):
+            other = replace(rope, scaling=replace(plain, attention_factor=wrong))
+            yield of_factor(f"rope-attention-factor-{name}", about, with_rope(spec, other), fix=fix)
+    if isinstance(scaling, YarnScaling) and scaling.mscale is not None:
+        yield from _mscale_ignored(spec, rope, scaling)
+
+
+def _mscale_ignored(spec: AttentionSpec, rope: Rope, scaling: YarnScaling) -> Iterator[Edit]:
+    """Attention factors without mscale, mscale_all_dim or both, also if these are equal."""
+    right = scaling.amplitude()
+    usual = replace(scaling, mscale=None, mscale_all_dim=None)
+    # Without a factor, an amplitude is not divided by that of mscale_all_dim.
+    numerator = right * math.sqrt(scaling.score_factor)
+    fix = (
+        f"divide 0.1 mscale ln(factor) + 1 by the same of mscale_all_dim: cosines and sines are "
+        f"multiplied by {right:.6g}"
+    )
+    amplitudes = [right]
+    for about, wrong in (
+        (
             "YaRN's attention factor is 0.1 ln(factor) + 1 instead of the ratio of mscale and "
             "mscale_all_dim",
-            with_rope(spec, replace(rope, scaling=plain)),
-            fix="divide 0.1 mscale ln(factor) + 1 by the same of mscale_all_dim",
-        )
+            usual.amplitude(),
+        ),
+        (
+            "YaRN's attention factor is 0.1 mscale ln(factor) + 1, not divided by the same of "
+            "mscale_all_dim",
+            numerator,
+        ),
+    ):
+        if np.isclose(wrong, amplitudes).any():
+            continue
+        amplitudes.append(wrong)
+        other = replace(rope, scaling=replace(usual, attention_factor=wrong))
+        yield of_factor("rope-yarn-mscale-ignored", about, with_rope(spec, other), fix=fix)
 
 
 # ---- Parts of a head -----------------------------------------------------------------------------
@@ -240,6 +265,15 @@ def partly(case: Case) -> Iterator[Edit]:
             with_rope(spec, proportional),
             fix="pair features within the rotary_dim, and divide the exponents by it",
         )
+        # The exponents of the whole head, of another base, are those of the rotary_dim.
+        across = replace(proportional, theta=rope.theta ** (size / count))
+        yield of_part(
+            "rope-partial-across-head",
+            f"the pairs of partial RoPE are (i, i + {size // 2}) across the head instead of within "
+            f"the {count} rotated features, with the right frequencies",
+            with_rope(spec, across),
+            fix="pair features within the rotary_dim: (i, i + rotary_dim / 2)",
+        )
 
 
 def _whole_head(spec: AttentionSpec, wrong: Rope, count: int) -> Edit:
@@ -268,6 +302,15 @@ def _proportional(spec: AttentionSpec, rope: Rope, scaling: ProportionalScaling)
             "pair features across the whole head, divide the exponents by head_dim, and set the "
             "other frequencies to 0"
         ),
+    )
+    # The exponents of the smaller head, of another base, are those of the whole head.
+    in_block = replace(rope, scaling=plain, rotary_dim=count, theta=rope.theta ** (count / size))
+    yield of_part(
+        "rope-proportional-in-block",
+        f"the pairs of proportional RoPE are (i, i + {count // 2}) within the first {count} "
+        f"features instead of (i, i + {size // 2}), with the right frequencies",
+        with_rope(spec, in_block),
+        fix="pair features across the whole head: (i, i + head_dim / 2)",
     )
 
 

@@ -49,6 +49,19 @@ def scale(case: Case) -> Iterator[Edit]:
                 fix=fix,
                 page=family.page,
             )
+    if mscale_squared != 1.0:
+        # The forms above keep mscale², once.
+        for name, words, scale in (
+            ("missing", "1 (missing), without mscale", 1.0),
+            ("squared", f"the square of {spec.score_scale:g}", spec.score_scale**2),
+        ):
+            yield of_scores(
+                f"scale-{name}",
+                family.about.format(found=f"is {words}", right=f"{spec.score_scale:g}"),
+                of_spec(spec, scale=scale),
+                fix=fix,
+                page=family.page,
+            )
     if right != 1.0:
         weights_divided = attn_weights(partial(_divided, right / mscale_squared))
         yield of_scores(

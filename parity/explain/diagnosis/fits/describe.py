@@ -14,7 +14,7 @@ from parity.explain.diagnosis.fits.cache_scales import cache_scales
 from parity.explain.diagnosis.fits.mixed import dropouts, lost_rows, mixtures
 from parity.explain.diagnosis.fits.numbers import Recompute, spec_numbers
 from parity.explain.diagnosis.fits.orders import orders, other_stages, shifts, transposes
-from parity.explain.diagnosis.fits.parts import parts
+from parity.explain.diagnosis.fits.parts import parts, parts_of_sample
 from parity.explain.diagnosis.fits.places import find_place, wrong_elements
 from parity.explain.diagnosis.fits.record import Description, Difference, Place
 from parity.explain.diagnosis.fits.rotation import rotations
@@ -169,6 +169,8 @@ def _patterns(difference: Difference, recompute: Recompute | None) -> list[Edit]
         patterns += spec_numbers(difference, recompute)
         patterns += cache_scales(difference, recompute)
     if is_sample:
+        if recompute is not None and not patterns:
+            patterns += parts_of_sample(difference, recompute)
         return patterns
     if not patterns:
         patterns += before_rope(difference)
@@ -182,8 +184,14 @@ def _num_parameters(edit: Edit) -> int:
 
 
 def _have_plain_page(patterns: list[Edit]) -> bool:
-    """Return True if a pattern with few numbers has a page: parts of the layer say no more."""
-    return any(edit.parameters <= PLAIN and edit.pages for edit in _distinct(patterns))
+    """Return True if a pattern with few numbers has a page: parts of the layer say no more.
+
+    Slopes that are added to scores are no such pattern: ALiBi's own may follow a formula.
+    """
+    return any(
+        edit.parameters <= PLAIN and edit.pages and edit.name != "slope"
+        for edit in _distinct(patterns)
+    )
 
 
 def place_of(

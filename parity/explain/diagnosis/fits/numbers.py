@@ -17,7 +17,7 @@ from mha_spec.features.scaling import Scaling
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import BugFamily, Families
 from parity.explain.diagnosis.bugs.record import Edit, with_spec
-from parity.explain.diagnosis.bugs.specs import spec_edit
+from parity.explain.diagnosis.bugs.specs import spec_edit, with_rope
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.rotation import as_exponent, scaling_families, theta_families
 from parity.explain.diagnosis.fits.words import NEAR, readable, readable_apart
@@ -501,7 +501,15 @@ def _with_attention_factor(spec: AttentionSpec, scaling: Any, factor: float) -> 
     # Otherwise these determine the factor.
     if hasattr(scaling, "mscale"):
         changes |= {"mscale": None, "mscale_all_dim": None}
-    return _with_number(spec, "rope", "scaling", replace(scaling, **changes))
+    rope = replace(_rope_of(spec), scaling=replace(scaling, **changes))
+    # In a layer with latents, the scale of the scores depends on mscale, and remains.
+    return Edit(overrides=with_rope(spec, rope))
+
+
+def _rope_of(spec: AttentionSpec) -> Rope:
+    if spec.rope is None:
+        raise ValueError("the layer must have RoPE")
+    return spec.rope
 
 
 def _of_scaling(spec: AttentionSpec, scaling: Scaling) -> Iterator[Number]:

@@ -20,6 +20,7 @@ from parity.explain.diagnosis.fits.cache_parts import cache_parts
 from parity.explain.diagnosis.fits.distance_parts import alibi_numbers, alibi_parts
 from parity.explain.diagnosis.fits.norm_parts import norm_numbers, norm_parts
 from parity.explain.diagnosis.fits.numbers import Fitted, Number, Recompute, StageTrial
+from parity.explain.diagnosis.fits.packings import packings
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.rope_parts import rope_parts
 from parity.explain.diagnosis.fits.softmax import softmax_numbers
@@ -49,6 +50,27 @@ def parts(difference: Difference, recompute: Recompute) -> Iterator[Edit]:
         return
 
 
+def parts_of_sample(difference: Difference, recompute: Recompute) -> Iterator[Edit]:
+    """Yield the parts that a sample of tokens can show: rotations and packed weights in queries,
+    keys and values, where no token depends on another one; and ALiBi after them.
+    """
+    problem = difference.problem
+    if problem is None or not np.isfinite(difference.expected).all():
+        return
+    trial = StageTrial(difference, recompute)
+    if difference.stage.quantity in ("q", "k", "v"):
+        candidates = chain(rope_parts(problem), packings(problem))
+    else:
+        candidates = alibi_parts(problem)
+    try:
+        explaining = [edit for edit in candidates if trial.explains(edit)]
+        if not explaining and difference.stage.quantity not in ("q", "k", "v"):
+            explaining = list(alibi_numbers(trial, problem))
+    except TimeoutError:
+        return
+    yield from explaining
+
+
 def _weights_and_parts(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
     names = [name for name in problem.weights if _depends_on(trial, name)]
     quantity = trial.difference.stage.quantity
@@ -65,6 +87,9 @@ def _weights_and_parts(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
         changes.single_heads(problem),
     )
     explaining_parts = list(islice(_explaining(trial, candidates), MOST_PARTS))
+    if not explaining_parts:
+        # One stage may fit several orders: the others decide.
+        explaining_parts = [edit for edit in packings(problem) if trial.explains(edit)]
     yield from explaining_parts
     if not explaining_parts:
         for name in names:
@@ -78,12 +103,18 @@ def _weights_and_parts(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
 def _explaining(trial: StageTrial, candidates: Iterator[Edit]) -> Iterator[Edit]:
     """Yield the parts that explain the stage, in the whole layer or in the wrong slices alone."""
     is_in_part = _is_in_some_slices(trial.difference)
+    explains_all = False
+    in_part: list[Edit] = []
     for edit in candidates:
         if trial.explains(edit):
+            explains_all = True
             yield edit
         elif is_in_part and trial.explains_in_part(edit):
             # The reference has no such layer: the edit describes this stage alone.
-            yield replace(edit, about=f"there alone, {edit.about}", overrides={})
+            in_part.append(replace(edit, about=f"there alone, {edit.about}", overrides={}))
+    # A change of the whole layer says more.
+    if not explains_all:
+        yield from in_part
 
 
 def _is_in_some_slices(difference: Difference) -> bool:

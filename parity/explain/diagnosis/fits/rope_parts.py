@@ -4,8 +4,10 @@ that follow another rule, and the positions of single heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,12 @@ from parity.explain.diagnosis.bugs.sites import turned
 from parity.explain.diagnosis.fits.changes import MOST_HEADS, part
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Layer
-from parity.measure.core.reference.rope import pair_slices
+from parity.measure.core.reference.rope import frequencies, pair_slices
 
 Turn = Callable[[Layer, np.ndarray, np.ndarray], np.ndarray]
+
+USUAL_LAYOUTS = 4
+"""Layouts of pairs that are combined with each other: the layer's own, then usual ones."""
 
 WHOSE = {"qk": "queries and keys", "q": "queries", "k": "keys"}
 
@@ -35,6 +40,7 @@ def rope_parts(problem: Problem) -> Iterator[Edit]:
         yield from _of_order(problem, rope, names, whose)
         words = f"{whose} are rotated by the position of the token before"
         yield _rotation(problem, names, words, _by_rolled_positions, of.POSITIONS)
+    yield from _of_mixed_layouts(problem, rope)
     if rope.scaling is None:
         yield from _of_frequencies(problem)
     if not rope.depends_on_length:
@@ -50,38 +56,121 @@ def _rotation(problem: Problem, names: str, words: str, turn: Turn, family: BugF
 # ---- Layouts -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """The features of each rotated pair of a head.
+
+    Attributes:
+        words: a description.
+        first, second: the features of the pairs, in the order of their frequencies, (pairs,).
+    """
+
+    words: str
+    first: np.ndarray
+    second: np.ndarray
+
+    def is_same(self, other: _Layout) -> bool:
+        """Return True if the pairs are those of another layout."""
+        return np.array_equal(self.first, other.first) and np.array_equal(self.second, other.second)
+
+
+def _layouts(rope: Rope, size: int) -> list[_Layout]:
+    """Return the layout of the layer, then others of as many pairs, usual ones first."""
+    first, second = pair_slices(rope, size)
+    features = np.arange(size)
+    # Proportional RoPE has pairs that do not turn.
+    count = int(np.count_nonzero(frequencies(rope, size, 1)))
+    own = _Layout("those of the layer", features[first][:count], features[second][:count])
+    i = np.arange(count)
+    block = 2 * count
+    halves = "in halves, (i, i + R/2)"
+    if block < size:
+        halves = f"in halves of {block} features, (i, i + {count})"
+    layouts = [
+        _Layout(halves, i, i + count),
+        _Layout("side by side, (2 i, 2 i + 1)", 2 * i, 2 * i + 1),
+        _Layout(f"in halves of the head, (i, i + {size // 2})", i, i + size // 2),
+        _Layout(f"in halves of the last {block} features", i + size - block, i + size - count),
+        _Layout(f"the first and the last, (i, {block - 1} - i)", i, block - 1 - i),
+        _Layout(f"the first and the last, (i, {size - 1} - i)", i, size - 1 - i),
+        _Layout(
+            f"side by side in the last {block} features",
+            2 * i + size - block,
+            2 * i + 1 + size - block,
+        ),
+        _Layout("those of the layer, with their features exchanged", own.second, own.first),
+    ]
+    distinct = [own]
+    for layout in layouts:
+        # An odd head has no second half for the last pair.
+        if layout.second.max(initial=0) >= size:
+            continue
+        if not any(layout.is_same(other) for other in distinct):
+            distinct.append(layout)
+        elif layout.is_same(own):
+            distinct[0] = layout
+    return distinct
+
+
 def _of_layouts(problem: Problem, rope: Rope, names: str, whose: str) -> Iterator[Edit]:
-    """Yield pairs of one layout that are rotated by tables of the other."""
-    words_of = {
-        "half": "in halves, (i, i + R/2)",
-        "interleaved": "side by side, (2 i, 2 i + 1)",
-    }
-    for pairs, tables in (("half", "interleaved"), ("interleaved", "half")):
+    """Yield other pairs with the right frequencies, and pairs that are rotated by tables of
+    others.
+    """
+    own, *others = _layouts(rope, problem.spec.head_dim)
+    for layout in others:
+        words = f"the pairs of {whose} are {layout.words}, instead of {own.words}"
+        yield _rotation(problem, names, words, _turn_by_tables(layout, layout), of.PAIRS)
+    usual = [own, *others][:USUAL_LAYOUTS]
+    for pairs, tables in permutations(usual, 2):
         words = (
-            f"the pairs of {whose} are {words_of[pairs]}, but RoPE's tables are those of pairs "
-            f"{words_of[tables]}"
+            f"the pairs of {whose} are {pairs.words}, but RoPE's tables are those of pairs "
+            f"{tables.words}"
         )
-        turn = _turn_by_tables(rope, pairs, tables)
-        yield _rotation(problem, names, words, turn, of.PAIRS)
+        yield _rotation(problem, names, words, _turn_by_tables(pairs, tables), of.PAIRS)
 
 
-def _turn_by_tables(rope: Rope, pairs: str, tables: str) -> Turn:
-    """Return a rotation whose tables have an entry for each feature, in another layout."""
+def _of_mixed_layouts(problem: Problem, rope: Rope) -> Iterator[Edit]:
+    """Yield queries and keys with different pairs, both with the right frequencies."""
+    _, *others = _layouts(rope, problem.spec.head_dim)
+    for of_queries, of_keys in permutations(others[: USUAL_LAYOUTS - 1], 2):
+        words = f"the pairs of queries are {of_queries.words}, and those of keys {of_keys.words}"
+        turns = {
+            "q": _turn_by_tables(of_queries, of_queries),
+            "k": _turn_by_tables(of_keys, of_keys),
+        }
+        change = Edit(overrides={"turned": partial(_turned_by_name, turns)})
+        yield part(problem, "rotation", words, change, of.PAIRS)
+
+
+def _turned_by_name(
+    turns: Mapping[str, Turn],
+    layer: Layer,
+    original: Override,
+    name: str,
+    x: np.ndarray,
+    positions: np.ndarray,
+) -> np.ndarray:
+    if name not in turns:
+        return original(name, x, positions)
+    return turns[name](layer, x, positions)
+
+
+def _turn_by_tables(pairs: _Layout, tables: _Layout) -> Turn:
+    """Return a rotation whose tables have an entry for each feature, maybe in another layout."""
 
     def turn(layer: Layer, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         size = x.shape[-1]
-        first, second = pair_slices(replace(rope, pairs=pairs), size)
-        of_first, of_second = pair_slices(replace(rope, pairs=tables), size)
         cos, sin = layer.tables(positions)
         wide = layer.arithmetic.widen(x)
         shape = (*cos.shape[:-1], size)
         all_cos, all_sin = np.ones(shape, cos.dtype), np.zeros(shape, sin.dtype)
-        for features in (of_first, of_second):
-            all_cos[..., features] = cos
-            all_sin[..., features] = sin
+        count = len(tables.first)
+        for features in (tables.first, tables.second):
+            all_cos[..., features] = cos[..., :count]
+            all_sin[..., features] = sin[..., :count]
         partner = np.zeros_like(wide)
-        partner[..., first] = -wide[..., second]
-        partner[..., second] = wide[..., first]
+        partner[..., pairs.first] = -wide[..., pairs.second]
+        partner[..., pairs.second] = wide[..., pairs.first]
         return layer.arithmetic.keep(wide * all_cos + partner * all_sin)
 
     return turn

@@ -10,9 +10,11 @@ from functools import partial
 
 import numpy as np
 
+from mha_spec import AttentionSpec
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import Families
 from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.bugs.scores import yarn_factor
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.words import (
     LOOSEST,
@@ -206,7 +208,7 @@ def _families_of_factor(
     if difference.stage.quantity not in ("q", "k"):
         return (of.FACTOR,)
     family = of.FACTOR
-    if _has_all_heads(difference) and _is_power_of_scale(factor, spec.score_scale):
+    if _has_all_heads(difference) and _is_of_scale(factor, spec):
         family = of.scale_family(spec)
     if spec.qk_norm is not None:
         return family, of.QK_NORM
@@ -226,11 +228,15 @@ def _has_all_heads(difference: Difference) -> bool:
     return all(len(difference.box[axis]) == shape[axis] for axis in range(min(2, len(shape))))
 
 
-def _is_power_of_scale(factor: float, scale: float) -> bool:
-    for power in (scale, 1.0 / scale, math.sqrt(scale)):
-        if power != 1.0 and abs(factor - power) <= LOOSEST * power:
-            return True
-    return False
+def _is_of_scale(factor: float, spec: AttentionSpec) -> bool:
+    """Return True if a factor of queries or keys is the scale of the scores, or belongs to it."""
+    scale = spec.score_scale
+    root = math.sqrt(spec.head_dim)
+    numbers = [scale, 1.0 / scale, math.sqrt(scale), 1.0 / root, root]
+    mscale_squared = yarn_factor(spec)
+    if mscale_squared != 1.0:
+        numbers += [mscale_squared, math.sqrt(mscale_squared)]
+    return any(number != 1.0 and abs(factor - number) <= LOOSEST * number for number in numbers)
 
 
 def _families_of_offset(difference: Difference, axes: tuple[int, ...]) -> Families:

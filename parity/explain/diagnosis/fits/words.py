@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from parity.explain.diagnosis.bugs.scores import yarn_factor
 from parity.measure.core.problem import Problem
 from parity.measure.text import and_listed
 
@@ -107,6 +108,10 @@ def _named_numbers(sizes: dict[str, int], problem: Problem | None) -> Iterator[t
         if spec.rope is not None and spec.rope.attention_factor != 1.0:
             yield "RoPE's attention factor", spec.rope.attention_factor
             yield "1 / RoPE's attention factor", 1.0 / spec.rope.attention_factor
+        mscale_squared = yarn_factor(spec)
+        if mscale_squared != 1.0:
+            yield "YaRN's mscale", math.sqrt(mscale_squared)
+            yield "mscale² of YaRN", mscale_squared
     rates = RATES
     if problem is not None and problem.spec.dropout:
         rates = (problem.spec.dropout, *RATES)

@@ -582,7 +582,7 @@ def test_part_of_one_head_has_a_pattern():
     values[:, 1] = np.roll(values[:, 1], 1, axis=1)
     context = right["attn_weights"] @ values
     patterns = abouts_of(problem, {**right, "context": context}, "context")
-    assert patterns[0] == "there alone, the values used are of the token before"
+    assert patterns[0] == "the values used by head 1 alone are of the token before"
     output = run(problem, overriding(context=lambda _: lambda __: {"context": context}))["output"]
     words = "the values used by head 1 alone are of the token before"
     assert words in abouts_of(problem, {"output": output}, "output")
