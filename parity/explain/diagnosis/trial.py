@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parity.explain.diagnosis.absorbed import DeferredHeads
-from parity.explain.diagnosis.bugs import bugs_for, edited_layer, low_products, permuted_heads
+from parity.explain.diagnosis.bugs import (
+    bugs_for,
+    bugs_of_some_calls,
+    edited_layer,
+    low_products,
+    permuted_heads,
+)
 from parity.explain.diagnosis.bugs.record import Edit, Edits, overriding
 from parity.explain.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.explain.diagnosis.fits import Description, describe
@@ -177,6 +183,26 @@ class Trial:
         }
         return other
 
+    def computed_otherwise(self, edit: Edit) -> Trial:
+        """Return the trial of the same stages and of a layer that is right as well, but differs
+        from the reference in cells that are not compared.
+
+        Args:
+            edit: what it computes otherwise. It becomes the innermost edit of every layer.
+        """
+        base = replace(self._base, overrides={**self._base.overrides, **edit.overrides})
+        right = copy(self.right)
+        other = copy(self)
+        for trial in (right, other):
+            trial._base = base
+            trial._reference = None
+            vars(trial).pop("by_step", None)
+            vars(trial).pop("values", None)
+        right._forget()
+        other._right = right
+        other._observe(self.observed, self._masked)
+        return other
+
     def _forget(self) -> None:
         """Start without cached results."""
         for name in ("stages", "_unseen_before", "_recounts"):
@@ -259,6 +285,8 @@ class Trial:
 
     def _known_bugs(self, steps: frozenset[str]) -> list[Edit]:
         known = bugs_for(self.problem.case, steps)
+        if not steps.isdisjoint(("mask", "cache")):
+            known += bugs_of_some_calls(self.problem.case)
         if "qkv" in steps:
             known += permuted_heads(self.values, self.observed)
         # Tensix rounds the factors of products itself.
@@ -631,7 +659,9 @@ class Trial:
             other = copy(self)
             other.problem = nudged(self.problem, rng)
             other.observed = nudged_values(self.observed, unit_of_rounding(dtype), rng)
-            other._base = remembering()
+            other._base = replace(
+                self._base, overrides={**self._base.overrides, **remembering().overrides}
+            )
             other._is_nudged = True
             vars(other).pop("_flow", None)
             other._forget()

@@ -26,9 +26,11 @@ from parity.explain.diagnosis.bugs import (
     norms,
     precision,
     ranks,
+    rings,
     rope,
     rope_kinds,
     scores,
+    serving,
     sharing,
     softmax,
     strays,
@@ -55,6 +57,7 @@ __all__ = [
     "Override",
     "bug_by_name",
     "bugs_for",
+    "bugs_of_some_calls",
     "edited_layer",
     "known_bugs",
     "low_products",
@@ -142,6 +145,10 @@ TOPICS = (
     _topic(weights.missing_biases, QKV, OUTPUT),
     _topic(caches.caches, CACHE),
     _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
+    _topic(serving.ragged, MASK, QKV, CACHE),
+    _topic(serving.raised_otherwise, MASK, QKV, CACHE),
+    _topic(serving.late, CACHE, SCORES, CONTEXT),
+    _topic(rings.rings, MASK, QKV, SCORES, ATTN_WEIGHTS),
     _topic(softmax.empty_rows, ATTN_WEIGHTS),
     _topic(precision.rounded_parts, QKV, CACHE, SCORES, ATTN_WEIGHTS, OUTPUT),
 )
@@ -191,6 +198,28 @@ def known_bugs(case: Case, steps: Collection[str] | None = None) -> list[Edit]:
     return bugs
 
 
+LOST_ONCE = ("cache-slot-stale", "cache-slot-late", "cache-slot-early")
+"""Writes that may be wrong in one call alone: all later calls show it."""
+
+
+def bugs_of_some_calls(case: Case) -> list[Edit]:
+    """Return the bugs of a cache in one call, or from a call on: many, of which only those that
+    begin in the first wrong call are tried.
+    """
+    if not case.is_cached:
+        return []
+    bugs: list[Edit] = []
+    for bug in caches.caches(case):
+        if bug.name not in LOST_ONCE:
+            continue
+        for call in range(1, len(case.chunks)):
+            bugs.append(replace(bug, calls=frozenset([call]), when=f"in call {call} alone"))
+    bugs += rings.lost_in_calls(case)
+    bugs += serving.reordered(case)
+    bugs += serving.blocks(case)
+    return bugs
+
+
 @cache
 def bug_by_name() -> dict[str, Edit]:
     """Return every bug that a layer could have, by name, as in the first case that could have
@@ -201,6 +230,17 @@ def bug_by_name() -> dict[str, Edit]:
         bugs += known_bugs(case)
     # The longest sequence is neither the first nor the last.
     bugs += known_bugs(replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))
+    # A server's cache: prompts of several lengths, and a window that is full.
+    served = replace(
+        CASES["ragged"],
+        spec=replace(CASES["rope-gqa"].spec, window_size=4),
+        batch=3,
+        seq_len=9,
+        chunks=(6, 1, 2),
+        new_lengths=((4, 5, 2), (1, 1, 1), (2, 2, 2)),
+        capacity=10,
+    )
+    bugs += [*known_bugs(served), *bugs_of_some_calls(served)]
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]
     return {bug.name: bug for bug in reversed(bugs)}
