@@ -28,6 +28,8 @@ CASES = {
              "gpt-wide"),
     "nn_mha": ("gpt", "bert", "cross", "cross-narrow", "causal-padded", "gpt-h1", "bert-wide", "bert-biased"),
     "decode": ("decode", "decode-ragged", "decode-gpt", "decode-one", "decode-mqa"),
+    "serve": ("serve", "serve-window", "serve-chunks", "serve-chunks-window", "decode-ragged", "decode-gpt"),
+    "ring": ("ring-six", "ring"),
     "gemma": ("gemma", "gemma-window", "gemma-loud", "gemma-plain", "mistral", "llama"),
     "mpt": ("mpt", "mpt-four", "mpt-clipped", "mpt-normed"),
 }  # fmt: skip
@@ -51,6 +53,8 @@ RECORDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nn_mha": (("gpt", "cross"), ("mean-heads", "batch-second")),
     "decode": (("decode", "decode-ragged"), ("growing", "dirty-slots", "bthd", "mask-broadcast", "scores-masked",
                                              "hooks")),
+    "serve": (("serve", "serve-window"), ("no-mask", "dirty-slots", "bthd", "mask-broadcast", "hooks")),
+    "ring": (("ring-six",), ("hooks",)),
     "gemma": (("gemma", "gemma-window"), (*SHAPES, "mask-visible", "mask-t-s", "scores-unscaled", "scores-masked",
                                           "before-rope", "before-norm", "kv-repeated")),
     "mpt": (("mpt",), (*SHAPES, "mask-visible", "mask-t-s", "scores-masked")),
