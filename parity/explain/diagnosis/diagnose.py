@@ -234,20 +234,24 @@ def _cost_of_result(searched: tuple[StageView, SearchResult]) -> tuple[int, int]
 
 
 def _search_with_and_without_padding(trial: Trial, work: Work) -> SearchResult:
-    """Search for bugs; after a call with padding, with padding in the cache and without it.
+    """Search for bugs; if a call has padding, with padding in the cache and without it.
 
     No right token depends on it, so the reference leaves its slots empty. Bugs may show it.
     """
-    first_call = stage_named(trial.wrong(trial.stages, ())[0]).step
-    if first_call is None or not has_padding(trial.problem.case, first_call):
+    case = trial.problem.case
+    if not has_padding(case, len(case.chunks)):
         return _search_with_and_without_nan(trial, work)
-    # First as most servers do.
     caching = trial.computed_otherwise(Edit(overrides=caching_padding()))
-    with_padding = _search_with_and_without_nan(caching, work)
-    if with_padding.is_complete and with_padding.count == 1:
-        return with_padding
-    without = _search_with_and_without_nan(trial, Work(work.seconds / 4))
-    return without if without.cost <= with_padding.cost else with_padding
+    first_call = stage_named(trial.wrong(trial.stages, ())[0]).step
+    ways = [trial, caching]
+    if first_call is not None and has_padding(case, first_call):
+        # The first wrong call may show the padding of an earlier one.
+        ways = [caching, trial]
+    first = _search_with_and_without_nan(ways[0], work)
+    if first.is_complete and first.count == 1:
+        return first
+    second = _search_with_and_without_nan(ways[1], Work(work.seconds / 4))
+    return second if second.cost < first.cost else first
 
 
 def _search_with_and_without_nan(trial: Trial, work: Work) -> SearchResult:
