@@ -22,7 +22,14 @@ from helpers.shell import environment, run
 from helpers.shown import commands_of, shows, updated
 
 import parity
-from parity.explain.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for, page_by_bug, ranks
+from parity.explain.diagnosis.bugs import (
+    FIDELITIES,
+    PRECISIONS,
+    bug_by_name,
+    bugs_for,
+    page_by_bug,
+    ranks,
+)
 from parity.measure.core.stages import STAGES
 from parity_lab.selftest import SELFTEST_CASES
 
@@ -36,7 +43,10 @@ SECTIONS = ["What it looks like", "Reproduction", "How the tool shows it", "The 
 def bugs_by_page():
     """Return the names of all known bugs by their page."""
     found = {}
-    for bugs in (PRECISIONS.values(), FIDELITIES.values(), *map(bugs_for, SELFTEST_CASES)):
+    # The self-test has no batch as servers have it, and no ring.
+    of_caches = [bug for name, bug in bug_by_name().items() if name.startswith("cache-")]
+    in_selftest = map(bugs_for, SELFTEST_CASES)
+    for bugs in (PRECISIONS.values(), FIDELITIES.values(), of_caches, *in_selftest):
         for bug in bugs:
             found.setdefault(bug.page, set()).add(bug.name)
     return found | {ranks.PAGE: {*ranks.NAMES}}

@@ -29,6 +29,9 @@ MLA = AttentionSpec(
 )
 MLA_OTHER = replace(MLA, rope=replace(MLA.rope, scaling=YarnScaling(40.0, 64, mscale=1.0, mscale_all_dim=0.5)))
 CAUSAL = {"is_causal": True}
+SERVED = {"batch": 3, "seq_len": 10, "chunks": (6, 1, 1, 1, 1), "capacity": 12,
+          "new_lengths": ((4, 6, 2), *((1, 1, 1),) * 4)}  # fmt: skip
+CHUNKED = {"seq_len": 14, "chunks": (5, 5, 1, 3), "capacity": 14}
 STEPS = {"seq_len": 7, "chunks": (4, 1, 1, 1), "capacity": 10}
 
 LAYERS = {
@@ -92,6 +95,14 @@ LAYERS = {
     "decode-gpt": (AttentionSpec(32, 4), STEPS),
     "decode-one": (LLAMA, {**STEPS, "batch": 1}),
     "decode-mqa": (replace(LLAMA, num_kv_heads=1, qkv_bias=True), {**STEPS, "seq_len": 5, "chunks": (2, 2, 1)}),
+    "serve": (LLAMA, SERVED),
+    "serve-window": (replace(LLAMA, window_size=4), SERVED),
+    "serve-chunks": (LLAMA, CHUNKED),
+    "serve-chunks-window": (replace(LLAMA, window_size=6), CHUNKED),
+    "ring": (replace(LLAMA, window_size=4),
+             {"seq_len": 16, "chunks": (3, 1, 1, 1, 1, 3, 1, 1, 1, 3), "capacity": 16}),
+    "ring-six": (replace(LLAMA, window_size=6),
+                 {"seq_len": 14, "chunks": (4, 1, 1, 1, 1, 1, 3, 2), "capacity": 14}),
     "gemma": (GEMMA, {"seq_len": 8, **CAUSAL}),
     "gemma-window": (replace(GEMMA, window_size=3), {"seq_len": 9, **CAUSAL}),
     "gemma-loud": (replace(GEMMA, qk_norm=None), {"seq_len": 8, "gain": 6.0, **CAUSAL}),

@@ -23,7 +23,8 @@ import numpy as np
 
 from mha_spec import InputError
 from parity.explain.diagnosis.at_size import diagnosed_by_first_call, diagnosed_by_samples
-from parity.explain.diagnosis.bugs.record import Edits
+from parity.explain.diagnosis.bugs.record import Edit, Edits
+from parity.explain.diagnosis.bugs.serving import caching_padding, has_padding
 from parity.explain.diagnosis.choices import choices_for
 from parity.explain.diagnosis.findings import Diagnosis, Finding
 from parity.explain.diagnosis.gradients import check_names, diagnose_gradients, unknown_names
@@ -256,10 +257,7 @@ def _diagnosed(stages: Mapping[str, np.ndarray], right: Trial, work: Work) -> Di
         untried = ""
         for view in to_search:
             part = Work(seconds)
-            with part.counted():
-                result = search(view.trial, part)
-            if not result.is_complete:
-                result = _best_with_nan(view.trial, result, seconds / 2)
+            result = _search_with_and_without_padding(view.trial, part)
             untried = untried or part.untried
             if view is views[0] and result.is_complete and result.count == 1:
                 return _concluded(view, result, untried)
@@ -303,16 +301,41 @@ def _cost_of_result(searched: tuple[StageView, SearchResult]) -> tuple[int, int]
     return result.cost
 
 
-def _best_with_nan(trial: Trial, result: SearchResult, seconds: float) -> SearchResult:
-    """Return a result, or the better one of a search with NaN in rows without a key, if a stage has
-    NaN of its own.
+def _search_with_and_without_padding(trial: Trial, work: Work) -> SearchResult:
+    """Search for bugs; if a call has padding, with padding in the cache and without it.
+
+    No right token depends on it, so the reference leaves its slots empty. Bugs may show it.
     """
+    case = trial.problem.case
+    if not has_padding(case, len(case.chunks)):
+        return _search_with_and_without_nan(trial, work)
+    caching = trial.computed_otherwise(Edit(overrides=caching_padding()))
+    first_call = stage_named(trial.wrong(trial.stages, ())[0]).step
+    ways = [trial, caching]
+    if first_call is not None and has_padding(case, first_call):
+        # The first wrong call may show the padding of an earlier one.
+        ways = [caching, trial]
+    first = _search_with_and_without_nan(ways[0], work)
+    if first.is_complete and first.count == 1:
+        return first
+    second = _search_with_and_without_nan(ways[1], Work(work.seconds / 4))
+    return second if second.cost < first.cost else first
+
+
+def _search_with_and_without_nan(trial: Trial, work: Work) -> SearchResult:
+    """Search for bugs. If that explains not all, and a stage has NaN of its own, also search with
+    NaN in rows without a key.
+    """
+    with work.counted():
+        result = search(trial, work)
+    if result.is_complete:
+        return result
     begin = tuple(bug for bug in trial.known if bug.name == "empty-row-nan")
     if not begin or not any(_has_nan_of_its_own(trial, stage) for stage in trial.stages):
         return result
-    work = Work(seconds)
-    with work.counted():
-        with_nan = search(trial, work, begin)
+    more_work = Work(work.seconds / 2)
+    with more_work.counted():
+        with_nan = search(trial, more_work, begin)
     return with_nan if with_nan.cost < result.cost else result
 
 

@@ -539,11 +539,13 @@ class _Question:
         """Return the known bugs that may be tried, usual ones first."""
         # By name and description: a bug has several records, one for each step, and one that is
         # limited to some calls.
-        injected = {(edit.name, edit.about) for edit in self.edits}
+        injected = {(edit.name, edit.about, edit.calls) for edit in self.edits}
+        call = stage_named(self.stage).step
         return [
             bug
             for bug in self.trial.known_at(self.index, with_losses=with_losses)
-            if (bug.name, bug.about) not in injected
+            # A bug of some calls shows first in the first of them.
+            if (bug.calls is None or call == min(bug.calls)) and not _is_among(bug, injected)
         ]
 
     def changes(self, edit: Edit) -> bool:
@@ -727,14 +729,12 @@ def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
         explaining = _single_bugs(question, work)
         if len(explaining) < 2:
             return explaining
-        # A bug that holds in every call is simpler than one that only some calls have, if it
-        # explains them: then it has no other form.
-        in_every_call = {added[0].about for added in explaining if added[0].calls is None}
-        in_some_calls = {added[0].about for added in explaining if added[0].calls is not None}
-        if in_every_call - in_some_calls:
-            explaining = [added for added in explaining if added[0].about in in_every_call]
+        explaining = _without_needless_limits(question, explaining)
         known = trial.known_at(question.index, with_losses=question.is_small)
-        place = {bug.about: number for number, bug in enumerate(known)}
+        place: dict[str, int] = {}
+        for number, bug in enumerate(known):
+            # A bug of every call comes before the same one in some calls.
+            place.setdefault(bug.about, number)
         explaining.sort(key=lambda added: place[added[0].about])
     elif np.isfinite(trial.observed[question.stage]).any():
         explaining = _pairs_of_bugs(question, work)
@@ -749,6 +749,36 @@ def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
     for added in explaining:
         best.setdefault(frozenset((bug.name, bug.when) for bug in added), added)
     return list(best.values())
+
+
+def _is_among(bug: Edit, injected: Collection[tuple[str, str, frozenset[int] | None]]) -> bool:
+    """Return True if a bug is injected already, in a call that it has."""
+    for name, about, calls in injected:
+        if (name, about) == (bug.name, bug.about) and (
+            calls is None or bug.calls is None or not calls.isdisjoint(bug.calls)
+        ):
+            return True
+    return False
+
+
+def _without_needless_limits(question: _Question, explaining: list[Edits]) -> list[Edits]:
+    """Return the bugs that explain a stage without those of some calls alone that explain no more
+    than a bug of every call, which is simpler.
+
+    A bug of every call that leaves other calls wrong also has a form for some calls, which stays.
+    """
+    in_every_call = [added for added in explaining if added[0].calls is None]
+    if not in_every_call or len(in_every_call) == len(explaining):
+        return explaining
+    unexplained = {
+        added: len(question.trial.wrong(question.stages, (*question.edits, *added)))
+        for added in explaining
+    }
+    fewest = min(unexplained[added] for added in in_every_call)
+    with_forms = {added[0].about for added in in_every_call}
+    return [
+        added for added in explaining if added[0].about in with_forms or unexplained[added] < fewest
+    ]
 
 
 def _single_bugs(question: _Question, work: Work) -> list[Edits]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from parity.explain.diagnosis.absorbed import DeferredHeads
 from parity.explain.diagnosis.bugs import (
+    bugs_of_some_calls,
     edited_layer,
     low_products,
     own_bugs,
@@ -213,6 +214,26 @@ class Trial:
                 other._layers[key] = layer
         return other
 
+    def computed_otherwise(self, edit: Edit) -> Trial:
+        """Return the trial of the same stages and of a layer that is right as well, but differs
+        from the reference in cells that are not compared.
+
+        Args:
+            edit: what it computes otherwise. It becomes the innermost edit of every layer.
+        """
+        base = replace(self._base, overrides={**self._base.overrides, **edit.overrides})
+        right = copy(self.right)
+        other = copy(self)
+        for trial in (right, other):
+            trial._base = base
+            trial._reference = None
+            vars(trial).pop("by_step", None)
+            vars(trial).pop("values", None)
+        right._forget()
+        other._right = right
+        other._observe(self.observed, self._masked)
+        return other
+
     def _forget(self) -> None:
         """Start without cached results."""
         for name in ("stages", "_unseen_before", "_recounts"):
@@ -300,6 +321,8 @@ class Trial:
         if steps not in self._structural_by_steps:
             case = self.problem.case
             known = [*structural_bugs(case, steps), *own_bugs(case)]
+            if not steps.isdisjoint(("mask", "cache")):
+                known += bugs_of_some_calls(case)
             if "qkv" in steps:
                 known += permuted_heads(self.values, self.observed)
             known += self._candidates
@@ -701,7 +724,9 @@ class Trial:
             other = copy(self)
             other.problem = nudged(self.problem, rng)
             other.observed = nudged_values(self.observed, unit_of_rounding(dtype), rng)
-            other._base = remembering()
+            other._base = replace(
+                self._base, overrides={**self._base.overrides, **remembering().overrides}
+            )
             other._is_nudged = True
             vars(other).pop("_flow", None)
             other._forget()

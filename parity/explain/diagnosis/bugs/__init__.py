@@ -28,9 +28,11 @@ from parity.explain.diagnosis.bugs import (
     precision,
     quantized_caches,
     ranks,
+    rings,
     rope,
     rope_kinds,
     scores,
+    serving,
     sharing,
     softmax,
     strays,
@@ -60,6 +62,7 @@ __all__ = [
     "Override",
     "bug_by_name",
     "bugs_for",
+    "bugs_of_some_calls",
     "edited_layer",
     "known_bugs",
     "low_products",
@@ -163,6 +166,10 @@ TOPICS = (
     _topic(quantized_caches.quantized_caches, CACHE),
     _topic(caches.caches, CACHE),
     _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
+    _topic(serving.ragged, MASK, QKV, CACHE),
+    _topic(serving.raised_otherwise, MASK, QKV, CACHE),
+    _topic(serving.late, CACHE, SCORES, CONTEXT),
+    _topic(rings.rings, MASK, QKV, SCORES, ATTN_WEIGHTS),
     _topic(softmax.empty_rows, ATTN_WEIGHTS),
     _of_backward(backward.stopped),
     _of_backward(backward.groups),
@@ -244,6 +251,28 @@ def _bugs_of(topics: Iterable[Topic], case: Case, steps: Collection[str] | None)
     return bugs
 
 
+LOST_ONCE = ("cache-slot-stale", "cache-slot-late", "cache-slot-early")
+"""Writes that may be wrong in one call alone: all later calls show it."""
+
+
+def bugs_of_some_calls(case: Case) -> list[Edit]:
+    """Return the bugs of a cache in one call, or from a call on: many, of which only those that
+    begin in the first wrong call are tried.
+    """
+    if not case.is_cached:
+        return []
+    bugs: list[Edit] = []
+    for bug in caches.caches(case):
+        if bug.name not in LOST_ONCE:
+            continue
+        for call in range(1, len(case.chunks)):
+            bugs.append(replace(bug, calls=frozenset([call]), when=f"in call {call} alone"))
+    bugs += rings.lost_in_calls(case)
+    bugs += serving.reordered(case)
+    bugs += serving.blocks(case)
+    return bugs
+
+
 @cache
 def bug_by_name() -> dict[str, Edit]:
     """Return every bug that a layer could have, by name, as in the first case that could have
@@ -260,6 +289,17 @@ def bug_by_name() -> dict[str, Edit]:
     cached = CASES["decode-gqa-rope"]
     bugs += known_bugs(replace(cached, cache_quantization=CacheQuantization("int8", "head")))
     bugs += known_bugs(replace(cached, cache_slots=np.arange(cached.seq_len)[None]))
+    # A server's cache: prompts of several lengths, and a window that is full.
+    served = replace(
+        CASES["ragged"],
+        spec=replace(CASES["rope-gqa"].spec, window_size=4),
+        batch=3,
+        seq_len=9,
+        chunks=(6, 1, 2),
+        new_lengths=((4, 5, 2), (1, 1, 1), (2, 2, 2)),
+        capacity=10,
+    )
+    bugs += [*known_bugs(served), *bugs_of_some_calls(served)]
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
     # Orders that are found by comparing are not in the table.
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]

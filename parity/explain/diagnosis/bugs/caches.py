@@ -110,6 +110,12 @@ def caches(case: Case) -> Iterator[Edit]:
             fix="keep sequence b in row b of the cache, and reorder the rows with the sequences",
         )
     yield cached(
+        "cache-slot-stale",
+        "the last token of each call is not cached: its slot is stale",
+        _into_slots(_without_last_token),
+        fix="write all new tokens, then attend",
+    )
+    yield cached(
         "cache-slot-late",
         "after the first call, tokens are cached one slot too late",
         _into_slots(partial(_late, case.capacity)),
@@ -123,12 +129,6 @@ def caches(case: Case) -> Iterator[Edit]:
         "cache-slot-first",
         "every call caches its tokens from slot 0 and overwrites the first ones",
         _into_slots(_from_slot_0),
-    )
-    yield cached(
-        "cache-slot-stale",
-        "the last token of each call is not cached: its slot is stale",
-        _into_slots(_without_last_token),
-        fix="write all new tokens, then attend",
     )
 
 

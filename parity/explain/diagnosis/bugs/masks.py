@@ -147,6 +147,15 @@ def causal(case: Case) -> Iterator[Edit]:
             {"is_later": instead(lambda t, s: s > t - t[:, :, :1])},
             fix=HIDES_CACHED,
         )
+        if case.spec.window_size is not None or case.spec.chunk_size is not None:
+            from_first_slot = before(_counting_from_first_slot)
+            yield bug(
+                "causal-top-left",
+                "the whole mask of new tokens, also by their distance, is aligned to the first "
+                "cached key instead of their own positions",
+                {"is_later": from_first_slot, "is_out_of_reach": from_first_slot},
+                fix=HIDES_CACHED,
+            )
         if max(case.chunks) > 1:
             yield bug(
                 "causal-top-left",
@@ -181,6 +190,11 @@ def causal(case: Case) -> Iterator[Edit]:
 
 
 HIDES_CACHED = "hide no cached key from a new token: it attends to all keys up to its own position"
+
+
+def _counting_from_first_slot(t: np.ndarray, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of queries among the new tokens, instead of their positions."""
+    return t - t[:, :, :1], s
 
 
 def _is_hidden_on_the_left(t: np.ndarray, s: np.ndarray) -> np.ndarray:

@@ -456,28 +456,30 @@ def rope_numbers(case: Case) -> Iterator[Edit]:
     if rope is None:
         return
     longest = int(case.positions().max()) + 1
-    in_float64 = np.array(frequencies(rope, case.spec.head_dim, longest), np.float64)
-    exact = in_float64.astype(np.float32)
+    exact = np.array(frequencies(rope, case.spec.head_dim, longest), np.float32)
     with np.errstate(divide="ignore"):
-        powers = (1.0 / in_float64).astype(np.float32)
+        powers = np.float32(1) / exact
     for dtype in DTYPES:
         inexact = {ANGLES, TABLES}
-        if not _is_exact(exact, dtype):
+        if not np.array_equal(_through(dtype, exact), exact):
             inexact.add(FREQUENCIES)
         if longest - 1 > EXACT_INTEGERS[dtype]:
             inexact.add(POSITIONS)
         has_powers = rope.scaling is None and rope.sections is None
-        if has_powers and not _is_exact(powers, dtype):
+        # Powers such as 1000 are exact in 16 bits, although 1 / 0.001 is not in float32.
+        with np.errstate(divide="ignore"):
+            of_rounded_powers = np.float32(1) / _through(dtype, powers)
+        if has_powers and not np.array_equal(of_rounded_powers, exact):
             inexact.add(POWERS)
         for numbers in ROUNDED_TOGETHER:
             if inexact.issuperset(numbers):
                 yield _rope_in(dtype, numbers)
 
 
-def _is_exact(x: np.ndarray, dtype: str) -> bool:
-    """Return True if a narrower dtype has all numbers of an array."""
+def _through(dtype: str, x: np.ndarray) -> np.ndarray:
+    """Return an array rounded to a narrower dtype, in its own."""
     with np.errstate(over="ignore"):
-        return np.array_equal(x.astype(dtype_named(dtype)).astype(x.dtype), x)
+        return x.astype(dtype_named(dtype)).astype(x.dtype)
 
 
 def _rope_in(dtype: str, numbers: tuple[str, ...]) -> Edit:

@@ -975,6 +975,8 @@ class CachedCall:
         own = {**self.mask(values), **self.qkv(values)}
         grown, kv = self.grown("module.cache.", values, own)
         own |= kv
+        # An edit may read it, as it does in a call of functions.
+        own["cache.lengths"] = grown["module.cache.lengths"]
         for stage in (self.scores, layer.attn_weights, layer.context, layer.output):
             own |= stage(own)
         is_real = np.arange(self.x.shape[1]) < self.added[:, None]

@@ -1,0 +1,631 @@
+"""Bugs in the bookkeeping of a batch that is served from a cache.
+
+Three numbers belong to each sequence and call: the slot that the new tokens are written into, the
+position that they are rotated by, and the slot up to which the mask shows keys. All three are the
+number of its cached tokens. Servers confuse this number with that of another sequence, count
+padding, or raise it too late, and then one, two or all of the three are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations, permutations
+from typing import Any
+
+import numpy as np
+
+from parity.explain.diagnosis.bugs.families import (
+    CACHE_LENGTHS,
+    CACHE_POSITIONS,
+    CACHE_SLOTS,
+    PADDING,
+    BugFamily,
+)
+from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
+from parity.explain.diagnosis.bugs.sites import before as with_inputs
+from parity.measure.core.case import Case
+from parity.measure.core.reference import Layer
+from parity.measure.core.stages import Values
+
+New = dict[str, np.ndarray]
+"""Cached heads or latents, by `keys` and `values`, or by `latents`."""
+
+SLOTS, POSITIONS, MASK = "slots", "positions", "mask"
+"""Uses of the number of cached tokens."""
+
+
+@dataclass(frozen=True)
+class CountedTokens:
+    """Wrong numbers of cached tokens before each call, and what uses them.
+
+    Attributes:
+        case: with a cache.
+        wrong: the wrong number of each call and sequence, (calls + 1, B); the last row is the
+            number after the last call.
+        uses: some of `SLOTS`, `POSITIONS` and `MASK`.
+        is_stored: True if the cache's own lengths are the wrong numbers.
+    """
+
+    case: Case
+    wrong: np.ndarray
+    uses: frozenset[str]
+    is_stored: bool = False
+
+    @property
+    def overrides(self) -> dict[str, Override]:
+        """The methods of the reference that they override."""
+        overrides: dict[str, Override] = {}
+        if MASK in self.uses:
+            overrides["is_later"] = with_inputs(self._with_queries)
+            overrides["is_out_of_reach"] = with_inputs(self._with_queries)
+        if POSITIONS in self.uses:
+            overrides["project"] = with_inputs(self._with_positions)
+        if SLOTS in self.uses or self.is_stored:
+            overrides["appended"] = self.appended
+        return overrides
+
+    def _with_queries(self, t: np.ndarray, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Move the queries of a mask."""
+        right = t[:, 0, 0, 0]
+        moved = self.wrong[call_after(self.case, right)] - right
+        return t + moved[:, None, None, None], s
+
+    def _with_positions(self, inputs: Any, positions: np.ndarray) -> tuple[Any, np.ndarray]:
+        """Move the positions of a call."""
+        right = positions[:, 0] - self.case.first_position
+        moved = self.wrong[call_after(self.case, right)] - right
+        return inputs, positions + moved[:, None]
+
+    def appended(
+        self,
+        layer: Layer,
+        original: Override,
+        cache: str,
+        values: Values,
+        new: New,
+        before: np.ndarray,
+        added: np.ndarray,
+    ) -> New:
+        call = call_after(self.case, before)
+        begin = before
+        if SLOTS in self.uses:
+            begin = np.minimum(self.wrong[call], self.case.capacity)
+        # Tokens beyond the last slot are lost.
+        written = np.minimum(added, self.case.capacity - begin)
+        lengths = before + added
+        if self.is_stored:
+            lengths = self.wrong[call + 1]
+        grown = original(cache, values, new, begin, written)
+        return {**grown, f"{cache}lengths": lengths.astype(np.int32)}
+
+
+# ---- The number of another sequence, or of tokens with their padding -----------------------------
+
+
+def ragged(case: Case) -> Iterator[Edit]:
+    """Yield the numbers of other sequences, and of tokens with their padding."""
+    if not case.is_cached or not case.new_lengths or _has_several_axes(case):
+        return
+    right = _lengths(case)
+    padded = np.zeros_like(right)
+    padded[1:] = np.cumsum(case.chunks)[:, None]
+    longest = np.broadcast_to(right.max(axis=1, keepdims=True), right.shape)
+    first = np.broadcast_to(right[:, :1], right.shape)
+    shortest = np.broadcast_to(right.min(axis=1, keepdims=True), right.shape)
+    # In the usual case the longest prompt has no padding, and equal numbers are one bug.
+    distinct: list[np.ndarray] = [right]
+    for whose, wrong in (
+        ("longest", longest),
+        ("padded", padded),
+        ("first", first),
+        ("shortest", shortest),
+    ):
+        # The last row is not used by any call.
+        if any(np.array_equal(wrong[:-1], other[:-1]) for other in distinct):
+            continue
+        distinct.append(wrong)
+        yield from _of_other_numbers(case, whose, wrong)
+    if not np.array_equal(padded, right):
+        yield from _counting_padding(case, padded)
+
+
+WHOSE = {
+    "longest": "the longest one",
+    "first": "the first one",
+    "shortest": "the shortest one",
+    "padded": "a sequence with its padding",
+}
+"""Sequences whose numbers all others have."""
+
+
+def _of_other_numbers(case: Case, whose: str, wrong: np.ndarray) -> Iterator[Edit]:
+    """Yield slots, positions and masks that each use the numbers of other sequences."""
+    words = WHOSE[whose]
+    suffix = f"of-{whose}"
+    if whose == "padded":
+        suffix = "after-padding"
+    yield _using(
+        case,
+        wrong,
+        {SLOTS},
+        f"cache-slot-{suffix}",
+        f"the new tokens of every sequence are cached in the slots of {words}",
+        CACHE_SLOTS,
+    )
+    yield _using(
+        case,
+        wrong,
+        {MASK},
+        f"cache-mask-{suffix}",
+        f"the mask of every sequence is that of {words}: it ends at the same slot",
+        PADDING,
+    )
+    if not case.spec.has_positions:
+        return
+    if whose != "longest":  # which is a known bug of RoPE
+        yield _using(
+            case,
+            wrong,
+            {POSITIONS},
+            f"cache-position-{suffix}",
+            f"the positions of every sequence continue from {words}",
+            CACHE_POSITIONS,
+        )
+    yield _using(
+        case,
+        wrong,
+        {MASK, POSITIONS},
+        f"cache-position-{suffix}",
+        f"the positions of every sequence, and its mask, continue from {words}",
+        CACHE_POSITIONS,
+    )
+
+
+def _counting_padding(case: Case, padded: np.ndarray) -> Iterator[Edit]:
+    """Yield tokens that follow the padding of earlier calls, which is visible."""
+    yield _using(
+        case,
+        padded,
+        {SLOTS, MASK},
+        "cache-padding-visible",
+        "later calls attend to the padding of earlier ones: tokens are cached after it, and the "
+        "mask shows it",
+        PADDING,
+    )
+    yield _using(
+        case,
+        padded,
+        {SLOTS, MASK, POSITIONS},
+        "cache-length-with-padding",
+        "padding counts as cached: slots, positions and masks of later calls follow it",
+        CACHE_LENGTHS,
+        is_stored=True,
+    )
+
+
+def _using(
+    case: Case,
+    wrong: np.ndarray,
+    uses: set[str],
+    name: str,
+    about: str,
+    family: BugFamily,
+    *,
+    is_stored: bool = False,
+) -> Edit:
+    counted = CountedTokens(case, wrong, frozenset(uses), is_stored=is_stored)
+    return _bug(name, about, counted.overrides, family)
+
+
+def _bug(name: str, about: str, overrides: dict[str, Override], family: BugFamily) -> Edit:
+    return known_bug(
+        name, about, overrides, fix=family.fix, page=family.page, stages=STAGES_OF_A_CALL
+    )
+
+
+STAGES_OF_A_CALL = ("mask", "q", "k", "cache.keys", "cache.latents", "cache.lengths")
+
+
+def _lengths(case: Case) -> np.ndarray:
+    """Return the number of cached tokens before each call, and after the last one, (calls + 1,
+    B).
+    """
+    last = len(case.chunks) - 1
+    after = np.add(case.lengths_before(last), case.added(last))
+    return np.array([*(case.lengths_before(call) for call in range(last + 1)), after])
+
+
+def _has_several_axes(case: Case) -> bool:
+    """Return True if positions are those of several axes: no single number moves them."""
+    return case.spec.rope is not None and bool(case.spec.rope.sections)
+
+
+# ---- Numbers that are raised too much, and late writes -------------------------------------------
+
+
+def raised_otherwise(case: Case) -> Iterator[Edit]:
+    """Yield numbers of cached tokens that later calls raise twice, or not at all."""
+    if not case.is_cached or len(case.chunks) < 3 or _has_several_axes(case):
+        return
+    right = _lengths(case)
+    after_first = right[1:] - right[1]
+    everything = {SLOTS, MASK, POSITIONS}
+    for name, words, times in (
+        ("twice", "raise the length by twice as many tokens as they have", 2),
+        ("never", "do not raise the length: each overwrites the tokens of the one before", 0),
+    ):
+        wrong = right.copy()
+        wrong[1:] = right[1] + times * after_first
+        yield _using(
+            case,
+            wrong,
+            everything,
+            f"cache-length-raised-{name}",
+            f"calls after the first {words}",
+            CACHE_LENGTHS,
+            is_stored=True,
+        )
+    yield _bug(
+        "cache-write-twice",
+        "calls of one token cache it in two slots, and raise the length by two",
+        _writing_twice(case),
+        CACHE_SLOTS,
+    )
+
+
+def _writing_twice(case: Case) -> dict[str, Override]:
+    """Write tokens of calls with one token twice; the mask shows both."""
+    right = _lengths(case)
+    is_single = np.array([0, *(chunk == 1 for chunk in case.chunks)])
+    wrong = right + np.cumsum(is_single)[:, None]
+    counts = CountedTokens(case, wrong, frozenset({SLOTS, POSITIONS}), is_stored=True)
+    # The last query also attends to the second copy of its own token.
+    shown = wrong.copy()
+    shown[:-1] += is_single[1:, None]
+    mask = CountedTokens(case, shown, frozenset({MASK}))
+
+    def appended(
+        layer: Layer,
+        original: Override,
+        cache: str,
+        values: Values,
+        new: New,
+        before: np.ndarray,
+        added: np.ndarray,
+    ) -> New:
+        if any(x.shape[2] > 1 for x in new.values()):
+            return counts.appended(layer, original, cache, values, new, before, added)
+        twice = {name: np.repeat(x, 2, axis=2) for name, x in new.items()}
+        call = call_after(case, before)
+        begin = np.minimum(wrong[call], case.capacity)
+        count = np.minimum(2 * added, case.capacity - begin)
+        lengths = wrong[call + 1]
+        grown = original(cache, values, twice, begin, count)
+        return {**grown, f"{cache}lengths": lengths.astype(np.int32)}
+
+    return {**mask.overrides, "project": counts.overrides["project"], "appended": appended}
+
+
+def late(case: Case) -> Iterator[Edit]:
+    """Yield tokens that are cached only after their call attended."""
+    if not case.is_cached or case.spec.latent is not None:
+        return
+    for first_call, whose in ((1, "calls after the first attend"), (0, "calls attend")):
+        yield _bug(
+            "cache-write-late",
+            f"{whose} before their tokens are cached: their slots are stale",
+            {"appended": partial(_one_call_late, case, first_call)},
+            CACHE_SLOTS,
+        )
+        yield _bug(
+            "cache-write-late",
+            f"{whose} to the cache as it was before their tokens were cached",
+            {
+                "products": partial(_reading_before_write, first_call, "k", "keys"),
+                "weighed": partial(_reading_before_write, first_call, "v", "values"),
+            },
+            CACHE_SLOTS,
+        )
+
+
+def _one_call_late(
+    case: Case,
+    first_call: int,
+    layer: Layer,
+    original: Override,
+    cache: str,
+    values: Values,
+    new: New,
+    before: np.ndarray,
+    added: np.ndarray,
+) -> New:
+    """Cache the tokens of the call before instead of those of this one."""
+    call = call_after(case, before)
+    if call < first_call:
+        return original(cache, values, new, before, added)
+    if call == first_call:
+        grown = original(cache, values, new, before, np.zeros_like(added))
+    else:
+        of_call_before = {}
+        for name in new:
+            of_call_before[name] = values.get(f"previous.{ENTERING[name]}")
+            if of_call_before[name] is None:
+                raise ValueError("a module's own path does not have them")
+        earlier = np.array(case.lengths_before(call - 1))
+        grown = original(cache, values, of_call_before, earlier, before - earlier)
+    return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
+
+
+ENTERING = {"keys": "k", "values": "v"}
+"""The stages that enter a cache, by their names in it."""
+
+
+def _reading_before_write(
+    first_call: int, argument: str, name: str, layer: Layer, original: Override, values: Values
+) -> Any:
+    """Attend to the keys, or the values, that were cached before the call."""
+    cached_before = values.get(f"previous.cache.{name}")
+    if cached_before is None:  # the first call
+        if first_call == 1:
+            return original(values)
+        cached_before = np.zeros_like(values[argument])
+    return original({**values, argument: cached_before})
+
+
+# ---- Another order of sequences ------------------------------------------------------------------
+
+
+def reordered(case: Case) -> Iterator[Edit]:
+    """Yield caches whose sequences are in another order than those of the call, as after a step of
+    beam search that reorders only one of them.
+    """
+    if not case.is_cached or case.batch < 2:
+        return
+    all_calls = range(1, len(case.chunks))
+    for order in _orders(case.batch):
+        about = (
+            f"the sequences of the cache are in another order than those of the call: "
+            f"{' '.join(map(str, order))}"
+        )
+        for words, change in (("", _with_earlier_rows), (", with the new tokens", _with_all_rows)):
+            bug = _bug(
+                "cache-rows-reordered",
+                about + words,
+                {"appended": partial(change, np.array(order))},
+                ROWS,
+            )
+            for call in all_calls:
+                yield replace(bug, calls=frozenset([call]), when=f"from call {call} on")
+            if len(all_calls) > 1:
+                yield replace(bug, calls=frozenset(all_calls), when="again in every later call")
+
+
+ROWS = BugFamily(
+    "cache-slots", "keep sequence b in row b of the cache, and reorder the rows with the sequences"
+)
+
+
+def _orders(batch: int) -> Iterator[tuple[int, ...]]:
+    """Yield wrong orders of sequences: all of a few, the usual ones of many."""
+    right = tuple(range(batch))
+    if batch <= FEW_SEQUENCES:
+        orders = list(permutations(right))
+    else:
+        neighbors = tuple(b + 1 - 2 * (b % 2) for b in right if b + 1 < batch or b % 2)
+        orders = [
+            (*right[1:], 0),
+            (batch - 1, *right[:-1]),
+            right[::-1],
+            (*neighbors, *right[len(neighbors) :]),
+        ]
+    orders.append((0,) * batch)
+    for order in dict.fromkeys(orders):
+        if order != right:
+            yield order
+
+
+FEW_SEQUENCES = 3
+"""The largest batch of which every order is tried."""
+
+
+def _with_earlier_rows(
+    order: np.ndarray,
+    layer: Layer,
+    original: Override,
+    cache: str,
+    values: Values,
+    new: New,
+    *slots: Any,
+) -> New:
+    earlier = {}
+    for name in new:
+        cached = values.get(f"previous.{cache}{name}")
+        if cached is not None:
+            earlier[f"previous.{cache}{name}"] = cached[order]
+    return original(cache, {**values, **earlier}, new, *slots)
+
+
+def _with_all_rows(
+    order: np.ndarray,
+    layer: Layer,
+    original: Override,
+    cache: str,
+    values: Values,
+    new: New,
+    *slots: Any,
+) -> New:
+    grown = original(cache, values, new, *slots)
+    return {**grown, **{f"{cache}{name}": grown[f"{cache}{name}"][order] for name in new}}
+
+
+# ---- Blocks of a paged cache ---------------------------------------------------------------------
+
+
+def blocks(case: Case) -> Iterator[Edit]:
+    """Yield caches in blocks of which two are exchanged, or one is stale, from a call on."""
+    if not case.is_cached:
+        return
+    num_calls = len(case.chunks)
+    for call in range(1, num_calls):
+        num_cached = max(np.add(case.lengths_before(call), case.added(call)))
+        calls = frozenset(range(call, num_calls))
+        when = f"from call {call} on"
+        for name, words, change in _changes_of_blocks(case.batch, int(num_cached)):
+            overrides = {"appended": partial(_read_through, change, case, call)}
+            bug = _bug(name, words, overrides, BLOCKS)
+            yield replace(bug, calls=calls, when=when)
+
+
+BLOCKS = BugFamily(
+    "cache-slots", "read the blocks of each sequence in the order of its own block table"
+)
+
+MOST_BLOCKS = 8
+"""The most blocks of a cache for which exchanges are tried: a table of more has many."""
+
+
+def _changes_of_blocks(
+    batch: int, num_cached: int
+) -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray]]]:
+    """Yield changes of a cache (B, K, S, H) that are their own inverse, with a name and words."""
+    size = 2
+    while size < num_cached:
+        num_blocks = -(-num_cached // size)
+        if num_blocks <= MOST_BLOCKS:
+            yield from _changes_of_size(batch, num_blocks, size)
+        size *= 2
+
+
+def _changes_of_size(
+    batch: int, num_blocks: int, size: int
+) -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray]]]:
+    of_size = f"of {size} tokens"
+    whose: list[tuple[str, list[int]]] = [("every sequence", list(range(batch)))]
+    if 1 < batch <= FEW_SEQUENCES:
+        whose += [(f"sequence {b}", [b]) for b in range(batch)]
+    for words, rows in whose:
+        for one, other in combinations(range(num_blocks), 2):
+            about = f"blocks {one} and {other} {of_size} of {words} are exchanged in the cache"
+            yield "cache-blocks-exchanged", about, partial(_exchanged, rows, size, one, other)
+        for block in range(num_blocks):
+            about = f"block {block} {of_size} of {words} is stale in the cache: it is empty"
+            yield "cache-block-stale", about, partial(_emptied, rows, size, block)
+    if batch > FEW_SEQUENCES:
+        return
+    for one, other in combinations(range(batch), 2):
+        for block in range(num_blocks):
+            about = f"sequences {one} and {other} have exchanged block {block} {of_size}"
+            yield "cache-blocks-exchanged", about, partial(_between, one, other, size, block)
+
+
+def _exchanged(rows: list[int], size: int, one: int, other: int, cached: np.ndarray) -> np.ndarray:
+    order = np.arange(cached.shape[2])
+    first, second = _slots_of(one, size, order), _slots_of(other, size, order)
+    # The last block may lack slots.
+    count = min(len(first), len(second))
+    order[first[:count]], order[second[:count]] = second[:count].copy(), first[:count].copy()
+    changed = cached.copy()
+    changed[rows] = cached[rows][:, :, order]
+    return changed
+
+
+def _emptied(rows: list[int], size: int, block: int, cached: np.ndarray) -> np.ndarray:
+    changed = cached.copy()
+    for row in rows:
+        changed[row, :, block * size : (block + 1) * size] = 0
+    return changed
+
+
+def _between(one: int, other: int, size: int, block: int, cached: np.ndarray) -> np.ndarray:
+    slots = slice(block * size, (block + 1) * size)
+    changed = cached.copy()
+    changed[one, :, slots] = cached[other, :, slots]
+    changed[other, :, slots] = cached[one, :, slots]
+    return changed
+
+
+def _slots_of(block: int, size: int, slots: np.ndarray) -> np.ndarray:
+    return slots[block * size : (block + 1) * size]
+
+
+def _read_through(
+    change: Callable[[np.ndarray], np.ndarray],
+    case: Case,
+    first_call: int,
+    layer: Layer,
+    original: Override,
+    cache: str,
+    values: Values,
+    new: New,
+    before: np.ndarray,
+    added: np.ndarray,
+) -> New:
+    """Write into the right cache, and read it with a change. Calls after the first one that has it
+    find the changed cache of the call before.
+    """
+    earlier = {}
+    if call_after(case, before) > first_call:
+        for name in new:
+            cached = values.get(f"previous.{cache}{name}")
+            if cached is not None:
+                earlier[f"previous.{cache}{name}"] = change(cached)
+    grown = original(cache, {**values, **earlier}, new, before, added)
+    return {**grown, **{f"{cache}{name}": change(grown[f"{cache}{name}"]) for name in new}}
+
+
+# ---- Padding in a cache --------------------------------------------------------------------------
+
+
+def has_padding(case: Case, num_calls: int) -> bool:
+    """Return True if one of the first calls with a cache has padding."""
+    return any(min(case.added(call)) < case.chunks[call] for call in range(num_calls))
+
+
+def caching_padding() -> dict[str, Override]:
+    """Return the overrides by which padding is cached after the tokens of its call, and rotated by
+    the positions that follow theirs.
+
+    Most servers do so, and the next tokens overwrite it: it is not a bug. It matters to a layer
+    with a bug that shows it.
+    """
+    return {"project": with_inputs(_with_running_positions), "appended": _appended_with_padding}
+
+
+def _with_running_positions(inputs: Any, positions: np.ndarray) -> tuple[Any, np.ndarray]:
+    """Move padding, which has the position of the first token, to those after the last one."""
+    indices = np.arange(positions.shape[-1])
+    is_padding = (positions == positions[..., :1]) & (indices > 0)
+    return inputs, np.where(is_padding, positions + indices, positions)
+
+
+def _appended_with_padding(
+    layer: Layer,
+    original: Override,
+    cache: str,
+    values: Values,
+    new: New,
+    before: np.ndarray,
+    added: np.ndarray,
+) -> New:
+    num_tokens = max(x.shape[2] for x in new.values())
+    room = layer.problem.case.capacity - before
+    written = np.where(added > 0, np.minimum(num_tokens, room), 0)
+    grown = original(cache, values, new, before, written)
+    return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
+
+
+# ---- Calls ---------------------------------------------------------------------------------------
+
+
+def call_after(case: Case, before: np.ndarray) -> int:
+    """Return the call that begins after some numbers of cached tokens, (B,).
+
+    Raises:
+        ValueError: if none does, because another bug changes these numbers.
+    """
+    for call in range(len(case.chunks)):
+        if np.array_equal(before, case.lengths_before(call)):
+            return call
+    raise ValueError("another bug counts tokens in another way")

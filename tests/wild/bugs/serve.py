@@ -1,0 +1,83 @@
+"""Bugs in the server's loop: slots, positions and masks of a batch with prompts of several lengths."""
+
+from wild.bugs.writer import Writer
+
+# A table with one record per line, each edit next to its description.
+# fmt: off
+m = Writer("serve", "serve")
+
+WHERE = "        where = self.lengths\n"
+POSITIONS = "positions = cache.lengths[:, None] + torch.arange(t)"
+QUERIES = "queries = cache.lengths[:, None] + torch.arange(t)"
+HIDDEN = "hidden = is_hidden(queries, "
+WRITE = "    cache.write(k, v)\n    keys, values = cache.keys.clone(), cache.values.clone()\n"
+ROWS = "            self.values[b, :, begin : begin + t] = v[b]\n"
+READ = "    keys, values = cache.keys.clone(), cache.values.clone()\n"
+LENGTHS = "cache.lengths = cache.lengths + new_lengths"
+CACHE = "cache = Cache(spec, case.batch, case.capacity, x.dtype)\n"
+TOKENS = "        tokens = x[:, start : start + chunk]\n"
+STEP = f'{WRITE}    rec["cache.keys"], rec["cache.values"] = keys, values\n    {QUERIES}\n'
+PADDED = f"    own = cache.lengths\n    cache.lengths = own.max().expand(b)\n{STEP}    cache.lengths = own\n"
+ALL = "positions = cache.lengths.{}() + torch.arange(t).expand(b, t)"
+
+LAYERS = (("", "serve", "float32"), ("-window", "serve-window", "bfloat16"))
+"""A layer without a window and one with it, each in its dtype."""
+
+for suffix, case, dtype in LAYERS:
+    of = {"case": case, "dtype": dtype}
+    m(f"mask-from-0{suffix}", "cache", (QUERIES, "queries = torch.arange(t).expand(b, t)"),
+      "The mask of a step begins at the first slot.", "step1.mask", law="query offset 0", **of)
+    m(f"mask-of-longest{suffix}", "cache", (QUERIES, ALL.format("max").replace("positions", "queries")),
+      "All sequences have the mask of the longest one.", "step1.mask", law="mask of the longest",
+      limited={"B": (0, 2)}, **of)
+    m(f"slot-of-longest{suffix}", "cache", (WHERE, "        where = self.lengths.max().expand(len(k))\n"),
+      "The whole batch has one slot to write into.", "step1.cache.keys", law="slots of the longest",
+      limited={"B": (0, 2)}, **of)
+    m(f"slot-of-first{suffix}", "cache", (WHERE, "        where = self.lengths[:1].expand(len(k))\n"),
+      "All sequences write where the first does.", "step1.cache.keys", law="slots of the first",
+      limited={"B": (1, 2)}, **of)
+    m(f"positions-of-longest{suffix}", "rope", (POSITIONS, ALL.format("max")),
+      "All sequences have the positions of the longest one.", "step1.q", law="positions of the longest",
+      limited={"B": (0, 2)}, **of)
+    m(f"positions-of-shortest{suffix}", "rope", (POSITIONS, ALL.format("min")),
+      "All sequences have the positions of the shortest one.", "step1.q", law="positions of the shortest",
+      limited={"B": (0, 1)}, **of)
+    m(f"length-with-padding{suffix}", "cache", (LENGTHS, "cache.lengths = cache.lengths + t"),
+      "Padding counts as cached.", "step0.cache.lengths", law="lengths of the chunk", limited={"B": (0, 2)}, **of)
+    m(f"padding-visible{suffix}", "cache", (STEP, PADDED),
+      "Steps are cached after the padding of the prompt, and attend to it.", "step1.mask",
+      law="padding visible in steps", limited={"B": (0, 2)}, **of)
+    m(f"slot-late{suffix}", "cache", (WHERE, "        where = self.lengths + (t == 1)\n"),
+      "Tokens of steps are written one slot late.", "step1.cache.keys", law="slots + 1", **of)
+    m(f"slot-early{suffix}", "cache", (WHERE, "        where = self.lengths - int(t == 1)\n"),
+      "Tokens of steps are written one slot early.", "step1.cache.keys", law="slots - 1", **of)
+    m(f"write-after-attending{suffix}", "cache", (WRITE, f"{READ}    cache.write(k, v)\n"),
+      "Tokens are written after their call attended.", "step0.cache.keys", law="writes one call late", **of)
+    m(f"write-lost-once{suffix}", "cache",
+      (WRITE, f"    if cache.lengths[0] != 4:\n        cache.write(k, v)\n{READ}"),
+      "The first step does not write its tokens.", "step1.cache.keys", law="slots of one step stay stale", **of)
+    m(f"length-twice{suffix}", "cache", (LENGTHS, f"{LENGTHS} * (2 if t == 1 else 1)"),
+      "Steps raise the length by two.", "step1.cache.lengths", law="lengths of steps twice", **of)
+    m(f"rows-reordered{suffix}", "cache",
+      (WRITE, "    if cache.lengths[0] == 5:\n        cache.keys, cache.values = cache.keys[[1, 2, 0]], "
+              f"cache.values[[1, 2, 0]]\n{WRITE}"),
+      "The cache is reordered as after a step of beam search, and the sequences are not.", "step2.cache.keys",
+      law="sequences 1 2 0", **of)
+    m(f"blocks-exchanged{suffix}", "cache",
+      (READ, f"{READ}    if t == 1:\n        order = torch.arange(keys.shape[2])\n        order[:4] = order[[2, 3, 0, 1]]\n"
+             "        keys[1], values[1] = keys[1][:, order], values[1][:, order]\n"),
+      "The block table of sequence 1 has its first two blocks of two tokens exchanged.", "step1.cache.keys",
+      law="blocks 1 0", limited={"B": (1,)}, in_output=bool(suffix), **of)
+    m(f"block-of-another{suffix}", "cache",
+      (READ, f"{READ}    if t == 1:\n        keys[:2, :, :2], values[:2, :, :2] = keys[[1, 0], :, :2], values[[1, 0], :, :2]\n"),
+      "Two sequences have the first block of each other.", "step1.cache.keys", law="block 0 of sequences 1 0",
+      limited={"B": (0, 1)}, in_output=True, **of)
+    m(f"block-stale{suffix}", "cache",
+      (READ, f"{READ}    if t == 1:\n        keys[:, :, 2:4], values[:, :, 2:4] = 0, 0\n"),
+      "The second block of two tokens is empty.", "step1.cache.keys", law="slots 2 and 3 stay 0",
+      limited={"S": (2, 3)}, **of)
+for suffix, case, dtype in (("", "serve-chunks", "float32"), ("-window", "serve-chunks-window", "bfloat16")):
+    m(f"chunks-top-left{suffix}", "mask",
+      (HIDDEN, "hidden = is_hidden(queries if t == 1 else torch.arange(t).expand(b, t), "),
+      "Calls of several tokens have a causal mask of their own tokens alone.", "step1.mask", law="query offset 0",
+      case=case, dtype=dtype)
