@@ -432,7 +432,12 @@ class Torch(Framework):
     @contextmanager
     def on_cuda(self) -> Iterator[None]:
         """Choose kernels as for a large call on CUDA, without calling FlexAttention."""
-        names = {"_runs_here": lambda query, value: True, "MANY_SCORES": 0, "attend": context_like}
+        names = {
+            "DEVICE_TYPE": "cpu",
+            "_runs_here": lambda query, value: True,
+            "MANY_SCORES": 0,
+            "attend": context_like,
+        }
         with ExitStack() as stack:
             for name, value in names.items():
                 stack.enter_context(patch(f"mha_torch.kernels.flex.{name}", value))
