@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -383,7 +383,7 @@ class _PartSearch:
                 shortest = min(chain.length for chain in complete.values())
                 equal = [added for added, chain in complete.items() if chain.length == shortest]
                 equal.sort(key=self._is_new)
-                first, *others = equal
+                first, *others = _distinct(equal)
                 cause = _Cause(stage, first, tuple(others))
                 return _Chain((cause, *complete[first].causes))
             for added, chain in sorted(
@@ -749,6 +749,14 @@ def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
     for added in explaining:
         best.setdefault(frozenset((bug.name, bug.when) for bug in added), added)
     return list(best.values())
+
+
+def _distinct(explaining: Iterable[Edits]) -> list[Edits]:
+    """Return the first form of each bug, which may be the same one in fewer calls."""
+    forms: dict[tuple[str, ...], Edits] = {}
+    for added in explaining:
+        forms.setdefault(tuple(edit.about for edit in added), added)
+    return list(forms.values())
 
 
 def _is_among(bug: Edit, injected: Collection[tuple[str, str, frozenset[int] | None]]) -> bool:
