@@ -459,8 +459,11 @@ def rope_numbers(case: Case) -> Iterator[Edit]:
     exact = np.array(frequencies(rope, case.spec.head_dim, longest), np.float32)
     with np.errstate(divide="ignore"):
         powers = np.float32(1) / exact
+    angles = np.multiply.outer(np.unique(case.positions()).astype(np.float32), exact)
     for dtype in DTYPES:
-        inexact = {ANGLES, TABLES}
+        inexact = {TABLES}
+        if not np.array_equal(_through(dtype, angles), angles):
+            inexact.add(ANGLES)
         if not np.array_equal(_through(dtype, exact), exact):
             inexact.add(FREQUENCIES)
         if longest - 1 > EXACT_INTEGERS[dtype]:

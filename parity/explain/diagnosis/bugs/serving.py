@@ -225,7 +225,7 @@ def _bug(name: str, about: str, overrides: dict[str, Override], family: BugFamil
     )
 
 
-STAGES_OF_A_CALL = ("mask", "q", "k", "cache.keys", "cache.latents", "cache.lengths")
+STAGES_OF_A_CALL = ("mask", "q", "k", "cache.keys", "cache.latents", "cache.lengths", "scores")
 
 
 def _lengths(case: Case) -> np.ndarray:
