@@ -145,11 +145,11 @@ def test_every_bug_has_its_accepted_names():
     assert set().union(*ACCEPTED.values()) <= page_by_bug().keys()
 
 
-def named(which, *explanations):
+def named(which, *findings):
     """Classify the names of a verdict, each with the bugs from which it cannot be distinguished."""
-    said = {"explanations": [{"bugs": names, "others": others} for names, others in explanations]}
+    said = {"findings": [{"bugs": names, "others": others} for names, others in findings]}
     return judged_names(
-        {"id": which, "names": [name for names, _ in explanations for name in names], "said": said}
+        {"id": which, "names": [name for names, _ in findings for name in names], "said": said}
     )
 
 
@@ -179,7 +179,7 @@ def test_pairs_of_names_are_classified():
         abouts[name] for name in ("causal-excludes-self", "empty-row-nan", "scale-missing")
     )
     assert named(which, (["empty-row-nan"], []), (["causal-excludes-self"], [])) == "right"
-    assert named(which, (["scale-missing"], [f"{empty} and {strict}"])) == "one of several"
+    assert named(which, (["scale-missing"], [f"{empty}, and {strict}"])) == "one of several"
     assert named(which, (["scale-missing"], [f"{empty} and {scale}"])) == "wrong"
 
 
