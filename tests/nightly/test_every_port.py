@@ -180,7 +180,7 @@ def test_pairs_of_names_are_classified():
     )
     assert named(which, (["empty-row-nan"], []), (["causal-excludes-self"], [])) == "right"
     assert named(which, (["scale-missing"], [f"{empty}, and {strict}"])) == "one of several"
-    assert named(which, (["scale-missing"], [f"{empty} and {scale}"])) == "wrong"
+    assert named(which, (["scale-missing"], [f"{empty}, and {scale}"])) == "wrong"
 
 
 def test_jobs_are_selected_by_half_and_style():
