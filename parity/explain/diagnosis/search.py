@@ -540,12 +540,10 @@ class _Question:
         # By name and description: a bug has several records, one for each step, and one that is
         # limited to some calls.
         injected = {(edit.name, edit.about, edit.calls) for edit in self.edits}
-        call = stage_named(self.stage).step
         return [
             bug
             for bug in self.trial.known_at(self.index, with_losses=with_losses)
-            # A bug of some calls shows first in the first of them.
-            if (bug.calls is None or call == min(bug.calls)) and not _is_among(bug, injected)
+            if not _is_among(bug, injected)
         ]
 
     def changes(self, edit: Edit) -> bool:

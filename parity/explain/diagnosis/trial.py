@@ -13,7 +13,7 @@ import numpy as np
 
 from parity.explain.diagnosis.absorbed import DeferredHeads
 from parity.explain.diagnosis.bugs import (
-    bugs_of_some_calls,
+    bugs_from_call,
     edited_layer,
     low_products,
     own_bugs,
@@ -240,6 +240,7 @@ class Trial:
             vars(self).pop(name, None)
         self._structural_by_steps: dict[frozenset[str], list[Edit]] = {}
         self._losses_by_steps: dict[frozenset[str], list[Edit]] = {}
+        self._known_from_call: dict[int, list[Edit]] = {}
         self._layers: dict[LayerKey, _EditedLayer] = {}
         self._bytes = 0
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
@@ -305,14 +306,26 @@ class Trial:
         """
         steps = STEPS_OF_A_CALL if self.problem.case.is_cached else STEPS
         kinds = {steps[number % len(steps)] for number in (*self._unseen_before[index], index)}
-        known = self._structural(frozenset(kinds))
-        if not with_losses:
-            return known
-        return [*known, *self._losses(frozenset(kinds))]
+        known = [*self._structural(frozenset(kinds))]
+        if not kinds.isdisjoint(("mask", "cache")):
+            known += self._from_call_of(index)
+        if with_losses:
+            known += self._losses(frozenset(kinds))
+        return known
+
+    def _from_call_of(self, index: int) -> list[Edit]:
+        """Return the bugs of a cache that begin in the call of a step."""
+        call = stage_named(self.steps[index][0]).step
+        if call is None:
+            return []
+        if call not in self._known_from_call:
+            known = bugs_from_call(self.problem.case, call)
+            self._known_from_call[call] = self._in_scope(known)
+        return self._known_from_call[call]
 
     @property
     def known(self) -> list[Edit]:
-        """The known bugs that could affect the compared stages."""
+        """The known bugs that could affect the compared stages, in every call of a cache."""
         steps = frozenset(STEPS_OF_A_CALL)
         return [*self._structural(steps), *self._losses(steps)]
 
@@ -321,8 +334,6 @@ class Trial:
         if steps not in self._structural_by_steps:
             case = self.problem.case
             known = [*structural_bugs(case, steps), *own_bugs(case)]
-            if not steps.isdisjoint(("mask", "cache")):
-                known += bugs_of_some_calls(case)
             if "qkv" in steps:
                 known += permuted_heads(self.values, self.observed)
             known += self._candidates

@@ -62,7 +62,7 @@ __all__ = [
     "Override",
     "bug_by_name",
     "bugs_for",
-    "bugs_of_some_calls",
+    "bugs_from_call",
     "edited_layer",
     "known_bugs",
     "low_products",
@@ -255,21 +255,20 @@ LOST_ONCE = ("cache-slot-stale", "cache-slot-late", "cache-slot-early")
 """Writes that may be wrong in one call alone: all later calls show it."""
 
 
-def bugs_of_some_calls(case: Case) -> list[Edit]:
-    """Return the bugs of a cache in one call, or from a call on: many, of which only those that
-    begin in the first wrong call are tried.
+def bugs_from_call(case: Case, call: int) -> list[Edit]:
+    """Return the bugs of a cache that begin in a call after the first: in it alone, or from it on.
+
+    All calls together have many. A search needs those of the first wrong call.
     """
-    if not case.is_cached:
+    if not case.is_cached or not 0 < call < len(case.chunks):
         return []
     bugs: list[Edit] = []
     for bug in caches.caches(case):
-        if bug.name not in LOST_ONCE:
-            continue
-        for call in range(1, len(case.chunks)):
+        if bug.name in LOST_ONCE:
             bugs.append(replace(bug, calls=frozenset([call]), when=f"in call {call} alone"))
-    bugs += rings.lost_in_calls(case)
-    bugs += serving.reordered(case)
-    bugs += serving.blocks(case)
+    bugs += rings.lost_in_call(case, call)
+    bugs += serving.reordered(case, call)
+    bugs += serving.blocks(case, call)
     return bugs
 
 
@@ -299,7 +298,9 @@ def bug_by_name() -> dict[str, Edit]:
         new_lengths=((4, 5, 2), (1, 1, 1), (2, 2, 2)),
         capacity=10,
     )
-    bugs += [*known_bugs(served), *bugs_of_some_calls(served)]
+    bugs += known_bugs(served)
+    for call in range(len(served.chunks)):
+        bugs += bugs_from_call(served, call)
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
     # Orders that are found by comparing are not in the table.
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]

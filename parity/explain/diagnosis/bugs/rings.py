@@ -83,22 +83,21 @@ def _lost() -> Iterator[Edit]:
     )
 
 
-def lost_in_calls(case: Case) -> Iterator[Edit]:
-    """Yield single calls that find only the newest tokens of a ring."""
+def lost_in_call(case: Case, call: int) -> Iterator[Edit]:
+    """Yield the bugs that a single call finds only the newest tokens of a ring."""
     size = case.spec.window_size
     if size is None or size > LARGEST or case.spec.latent is not None:
         return
-    for call in range(1, len(case.chunks)):
-        if max(case.lengths_before(call)) < size:
-            continue
-        for count in range(size - 1):
-            bug = RING.seen_in("mask")(
-                "cache-ring-lost",
-                f"older tokens of the window are lost: the ring has only the newest {count} of "
-                f"those before the call",
-                {"is_before_window": partial(_is_lost, count)},
-            )
-            yield replace(bug, calls=frozenset([call]), when=f"in call {call} alone")
+    if max(case.lengths_before(call)) < size:
+        return
+    for count in range(size - 1):
+        bug = RING.seen_in("mask")(
+            "cache-ring-lost",
+            f"older tokens of the window are lost: the ring has only the newest {count} of "
+            f"those before the call",
+            {"is_before_window": partial(_is_lost, count)},
+        )
+        yield replace(bug, calls=frozenset([call]), when=f"in call {call} alone")
 
 
 def _is_lost(

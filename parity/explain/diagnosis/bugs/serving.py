@@ -377,13 +377,13 @@ def _reading_before_write(
 # ---- Another order of sequences ------------------------------------------------------------------
 
 
-def reordered(case: Case) -> Iterator[Edit]:
+def reordered(case: Case, call: int) -> Iterator[Edit]:
     """Yield caches whose sequences are in another order than those of the call, as after a step of
-    beam search that reorders only one of them.
+    beam search that reorders only one of them. They are so from a call on.
     """
-    if not case.is_cached or case.batch < 2:
+    if case.batch < 2:
         return
-    all_calls = range(1, len(case.chunks))
+    later_calls = frozenset(range(1, len(case.chunks)))
     for order in _orders(case.batch):
         about = (
             f"the sequences of the cache are in another order than those of the call: "
@@ -396,10 +396,10 @@ def reordered(case: Case) -> Iterator[Edit]:
                 {"appended": partial(change, np.array(order))},
                 ROWS,
             )
-            for call in all_calls:
-                yield replace(bug, calls=frozenset([call]), when=f"from call {call} on")
-            if len(all_calls) > 1:
-                yield replace(bug, calls=frozenset(all_calls), when="again in every later call")
+            # The later calls find the order of this one in the cache.
+            yield replace(bug, calls=frozenset([call]), when=f"from call {call} on")
+            if call == 1 and len(later_calls) > 1:
+                yield replace(bug, calls=later_calls, when="again in every later call")
 
 
 ROWS = BugFamily(
@@ -463,19 +463,14 @@ def _with_all_rows(
 # ---- Blocks of a paged cache ---------------------------------------------------------------------
 
 
-def blocks(case: Case) -> Iterator[Edit]:
+def blocks(case: Case, call: int) -> Iterator[Edit]:
     """Yield caches in blocks of which two are exchanged, or one is stale, from a call on."""
-    if not case.is_cached:
-        return
-    num_calls = len(case.chunks)
-    for call in range(1, num_calls):
-        num_cached = max(np.add(case.lengths_before(call), case.added(call)))
-        calls = frozenset(range(call, num_calls))
-        when = f"from call {call} on"
-        for name, words, change in _changes_of_blocks(case.batch, int(num_cached)):
-            overrides = {"appended": partial(_read_through, change, case, call)}
-            bug = _bug(name, words, overrides, BLOCKS)
-            yield replace(bug, calls=calls, when=when)
+    num_cached = max(np.add(case.lengths_before(call), case.added(call)))
+    calls = frozenset(range(call, len(case.chunks)))
+    for name, words, change in _changes_of_blocks(case.batch, int(num_cached)):
+        overrides = {"appended": partial(_read_through, change, case, call)}
+        bug = _bug(name, words, overrides, BLOCKS)
+        yield replace(bug, calls=calls, when=f"from call {call} on")
 
 
 BLOCKS = BugFamily(

@@ -85,18 +85,15 @@ def test_bugs_of_batches_need_a_batch():
     """Sequences of one length have no numbers of others, and one sequence has no other order."""
     chunked = BUGS["serve-chunks-top-left"].problem.case
     assert not list(ragged(chunked))
-    assert not list(
-        reordered(
-            parity.Case("one", chunked.spec, "", batch=1, seq_len=2, chunks=(1, 1), capacity=2)
-        )
-    )
+    one = parity.Case("one", chunked.spec, "", batch=1, seq_len=2, chunks=(1, 1), capacity=2)
+    assert not list(reordered(one, 1))
 
 
 def test_numbers_of_tried_blocks_are_limited():
     """Blocks are tried in all sizes of which the cache has at most `MOST_BLOCKS`."""
     spec = BUGS["serve-slot-late"].problem.spec
     case = parity.Case("long", spec, "", seq_len=65, chunks=(64, 1), capacity=65)
-    abouts = [bug.about for bug in blocks(case)]
+    abouts = [bug.about for bug in blocks(case, 1)]
     sizes = {int(about.split(" tokens")[0].split()[-1]) for about in abouts}
     assert sizes == {16, 32, 64}
     assert min(sizes) >= 65 / (MOST_BLOCKS + 1)
