@@ -11,7 +11,7 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs.families import CACHE_LENGTHS, CACHE_SLOTS
 from parity.explain.diagnosis.bugs.record import Edit, Override
-from parity.explain.diagnosis.bugs.sites import before
+from parity.explain.diagnosis.bugs.sites import NewTokens, before
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.reference.layer import CachedCall
@@ -56,21 +56,12 @@ def _with_later_positions(by: int, inputs: Any, positions: np.ndarray) -> tuple[
     return inputs, positions + by * is_later
 
 
-def _with_first_length(
-    by: int,
-    layer: Layer,
-    original: Override,
-    cache: str,
-    values: Values,
-    new: New,
-    before: np.ndarray,
-    added: np.ndarray,
-) -> New:
+def _with_first_length(by: int, _: Layer, original: Override, *inputs: Any) -> New:
     """Count another number of tokens in the first call. Later ones add theirs to that number."""
-    grown = original(cache, values, new, before, added)
-    if before.any():
+    tokens, grown = NewTokens(*inputs), original(*inputs)
+    if tokens.before.any():
         return grown
-    return {**grown, f"{cache}lengths": (added + by).astype(np.int32)}
+    return tokens.with_lengths(grown, tokens.added + by)
 
 
 def caches(case: Case) -> Iterator[Edit]:
@@ -166,17 +157,11 @@ def _with_rolled_rows(new: New) -> New:
 def _into_slots(slots: Callable[[np.ndarray, np.ndarray], Slots]) -> dict[str, Override]:
     """Write new tokens into the slots that `slots(before, added)` returns; lengths stay right."""
 
-    def appended(
-        _: object,
-        original: Override,
-        cache: str,
-        values: Values,
-        new: New,
-        before: np.ndarray,
-        added: np.ndarray,
-    ) -> New:
-        grown = original(cache, values, new, *slots(before, added))
-        return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
+    def appended(_: Layer, original: Override, *inputs: Any) -> New:
+        tokens = NewTokens(*inputs)
+        first, count = slots(tokens.before, tokens.added)
+        grown = original(*tokens._replace(before=first, added=count))
+        return tokens.with_lengths(grown)
 
     return {"appended": appended}
 

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
-from parity.explain.diagnosis.bugs.sites import Overrides, after, before, for_names, weights
+from parity.explain.diagnosis.bugs.sites import (
+    NewTokens,
+    Overrides,
+    after,
+    before,
+    for_names,
+    weights,
+)
 from parity.explain.diagnosis.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
@@ -224,21 +231,15 @@ def _tables_rounded(
 
 
 def _appended_rounded(
-    cut: Cut,
-    names: Collection[str],
-    layer: Layer,
-    original: Override,
-    cache: str,
-    values: Values,
-    new: Values,
-    *rest: Any,
+    cut: Cut, names: Collection[str], layer: Layer, original: Override, *inputs: Any
 ) -> Any:
     """Round some of the new keys, values or latents."""
-    rounded = dict(new)
-    for name, x in new.items():
+    tokens = NewTokens(*inputs)
+    rounded = dict(tokens.new)
+    for name, x in tokens.new.items():
         if name in names:
             rounded[name] = _rounded(layer, x, cut)
-    return original(cache, values, rounded, *rest)
+    return original(*tokens._replace(new=rounded))
 
 
 def _result_rounded(

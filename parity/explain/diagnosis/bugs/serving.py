@@ -24,6 +24,7 @@ from parity.explain.diagnosis.bugs.families import (
     BugFamily,
 )
 from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
+from parity.explain.diagnosis.bugs.sites import NewTokens
 from parity.explain.diagnosis.bugs.sites import before as with_inputs
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
@@ -78,27 +79,19 @@ class CountedTokens:
         moved = self.wrong[call_after(self.case, right)] - right
         return inputs, positions + moved[:, None]
 
-    def appended(
-        self,
-        layer: Layer,
-        original: Override,
-        cache: str,
-        values: Values,
-        new: New,
-        before: np.ndarray,
-        added: np.ndarray,
-    ) -> New:
-        call = call_after(self.case, before)
-        begin = before
+    def appended(self, _: Layer, original: Override, *inputs: Any) -> New:
+        """Append tokens to a cache: an override of that method."""
+        tokens = NewTokens(*inputs)
+        call = call_after(self.case, tokens.before)
+        begin = tokens.before
         if SLOTS in self.uses:
             begin = np.minimum(self.wrong[call], self.case.capacity)
         # Tokens beyond the last slot are lost.
-        written = np.minimum(added, self.case.capacity - begin)
-        lengths = before + added
+        written = np.minimum(tokens.added, self.case.capacity - begin)
+        grown = original(*tokens._replace(before=begin, added=written))
         if self.is_stored:
-            lengths = self.wrong[call + 1]
-        grown = original(cache, values, new, begin, written)
-        return {**grown, f"{cache}lengths": lengths.astype(np.int32)}
+            return tokens.with_lengths(grown, self.wrong[call + 1])
+        return tokens.with_lengths(grown)
 
 
 # ---- The number of another sequence, or of tokens with their padding -----------------------------
@@ -286,24 +279,12 @@ def _writing_twice(case: Case) -> dict[str, Override]:
     shown[:-1] += is_single[1:, None]
     mask = CountedTokens(case, shown, frozenset({MASK}))
 
-    def appended(
-        layer: Layer,
-        original: Override,
-        cache: str,
-        values: Values,
-        new: New,
-        before: np.ndarray,
-        added: np.ndarray,
-    ) -> New:
-        if any(x.shape[2] > 1 for x in new.values()):
-            return counts.appended(layer, original, cache, values, new, before, added)
-        twice = {name: np.repeat(x, 2, axis=2) for name, x in new.items()}
-        call = call_after(case, before)
-        begin = np.minimum(wrong[call], case.capacity)
-        count = np.minimum(2 * added, case.capacity - begin)
-        lengths = wrong[call + 1]
-        grown = original(cache, values, twice, begin, count)
-        return {**grown, f"{cache}lengths": lengths.astype(np.int32)}
+    def appended(layer: Layer, original: Override, *inputs: Any) -> New:
+        tokens = NewTokens(*inputs)
+        if all(x.shape[2] == 1 for x in tokens.new.values()):
+            twice = {name: np.repeat(x, 2, axis=2) for name, x in tokens.new.items()}
+            tokens = tokens._replace(new=twice, added=2 * tokens.added)
+        return counts.appended(layer, original, *tokens)
 
     return {**mask.overrides, "project": counts.overrides["project"], "appended": appended}
 
@@ -330,32 +311,23 @@ def late(case: Case) -> Iterator[Edit]:
         )
 
 
-def _one_call_late(
-    case: Case,
-    first_call: int,
-    layer: Layer,
-    original: Override,
-    cache: str,
-    values: Values,
-    new: New,
-    before: np.ndarray,
-    added: np.ndarray,
-) -> New:
+def _one_call_late(case: Case, first_call: int, _: Layer, original: Override, *inputs: Any) -> New:
     """Cache the tokens of the call before instead of those of this one."""
-    call = call_after(case, before)
+    tokens = NewTokens(*inputs)
+    call = call_after(case, tokens.before)
     if call < first_call:
-        return original(cache, values, new, before, added)
+        return original(*tokens)
     if call == first_call:
-        grown = original(cache, values, new, before, np.zeros_like(added))
+        written = tokens._replace(added=np.zeros_like(tokens.added))
     else:
         of_call_before = {}
-        for name in new:
-            of_call_before[name] = values.get(f"previous.{ENTERING[name]}")
+        for name in tokens.new:
+            of_call_before[name] = tokens.values.get(f"previous.{ENTERING[name]}")
             if of_call_before[name] is None:
                 raise ValueError("a module's own path does not have them")
         earlier = np.array(case.lengths_before(call - 1))
-        grown = original(cache, values, of_call_before, earlier, before - earlier)
-    return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
+        written = tokens._replace(new=of_call_before, before=earlier, added=tokens.before - earlier)
+    return tokens.with_lengths(original(*written))
 
 
 ENTERING = {"keys": "k", "values": "v"}
@@ -430,34 +402,18 @@ FEW_SEQUENCES = 3
 """The largest batch of which every order is tried."""
 
 
-def _with_earlier_rows(
-    order: np.ndarray,
-    layer: Layer,
-    original: Override,
-    cache: str,
-    values: Values,
-    new: New,
-    *slots: Any,
-) -> New:
-    earlier = {}
-    for name in new:
-        cached = values.get(f"previous.{cache}{name}")
-        if cached is not None:
-            earlier[f"previous.{cache}{name}"] = cached[order]
-    return original(cache, {**values, **earlier}, new, *slots)
+def _with_earlier_rows(order: np.ndarray, _: Layer, original: Override, *inputs: Any) -> New:
+    """Append tokens to a cache whose rows are in another order."""
+    return original(*NewTokens(*inputs).with_cached_before(partial(_in_rows, order)))
 
 
-def _with_all_rows(
-    order: np.ndarray,
-    layer: Layer,
-    original: Override,
-    cache: str,
-    values: Values,
-    new: New,
-    *slots: Any,
-) -> New:
-    grown = original(cache, values, new, *slots)
-    return {**grown, **{f"{cache}{name}": grown[f"{cache}{name}"][order] for name in new}}
+def _with_all_rows(order: np.ndarray, _: Layer, original: Override, *inputs: Any) -> New:
+    """Append tokens, and bring the rows of the cache into another order after that."""
+    return NewTokens(*inputs).with_cached(original(*inputs), partial(_in_rows, order))
+
+
+def _in_rows(order: np.ndarray, cached: np.ndarray) -> np.ndarray:
+    return cached[order]
 
 
 # ---- Blocks of a paged cache ---------------------------------------------------------------------
@@ -549,25 +505,17 @@ def _read_through(
     change: Callable[[np.ndarray], np.ndarray],
     case: Case,
     first_call: int,
-    layer: Layer,
+    _: Layer,
     original: Override,
-    cache: str,
-    values: Values,
-    new: New,
-    before: np.ndarray,
-    added: np.ndarray,
+    *inputs: Any,
 ) -> New:
     """Write into the right cache, and read it with a change. Calls after the first one that has it
     find the changed cache of the call before.
     """
-    earlier = {}
-    if call_after(case, before) > first_call:
-        for name in new:
-            cached = values.get(f"previous.{cache}{name}")
-            if cached is not None:
-                earlier[f"previous.{cache}{name}"] = change(cached)
-    grown = original(cache, {**values, **earlier}, new, before, added)
-    return {**grown, **{f"{cache}{name}": change(grown[f"{cache}{name}"]) for name in new}}
+    tokens = NewTokens(*inputs)
+    if call_after(case, tokens.before) > first_call:
+        tokens = tokens.with_cached_before(change)
+    return tokens.with_cached(original(*tokens), change)
 
 
 # ---- Padding in a cache --------------------------------------------------------------------------
@@ -595,20 +543,12 @@ def _with_running_positions(inputs: Any, positions: np.ndarray) -> tuple[Any, np
     return inputs, np.where(is_padding, positions + indices, positions)
 
 
-def _appended_with_padding(
-    layer: Layer,
-    original: Override,
-    cache: str,
-    values: Values,
-    new: New,
-    before: np.ndarray,
-    added: np.ndarray,
-) -> New:
-    num_tokens = max(x.shape[2] for x in new.values())
-    room = layer.problem.case.capacity - before
-    written = np.where(added > 0, np.minimum(num_tokens, room), 0)
-    grown = original(cache, values, new, before, written)
-    return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
+def _appended_with_padding(layer: Layer, original: Override, *inputs: Any) -> New:
+    tokens = NewTokens(*inputs)
+    num_tokens = max(x.shape[2] for x in tokens.new.values())
+    room = layer.problem.case.capacity - tokens.before
+    written = np.where(tokens.added > 0, np.minimum(num_tokens, room), 0)
+    return tokens.with_lengths(original(*tokens._replace(added=written)))
 
 
 # ---- Calls ---------------------------------------------------------------------------------------

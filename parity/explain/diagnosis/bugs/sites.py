@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -170,6 +170,52 @@ def positions(names: str, change: Change) -> Overrides:
         return layer.rotate(x, change(places))
 
     return turned(names, turn)
+
+
+# ---- The cache -----------------------------------------------------------------------------------
+
+
+class NewTokens(NamedTuple):
+    """The inputs of the reference's `appended`: what a call adds to a cache.
+
+    Attributes:
+        cache: prefix of the cache's stages.
+        values: the stages before, with the cache before the call.
+        new: keys and values of the new tokens, (B, K, T, H), or their latents, by name.
+        before: numbers of tokens cached before, (B,): the first slots of the new ones.
+        added: numbers of real new tokens, (B,).
+    """
+
+    cache: str
+    values: Values
+    new: dict[str, np.ndarray]
+    before: np.ndarray
+    added: np.ndarray
+
+    def with_lengths(
+        self, grown: Mapping[str, np.ndarray], lengths: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return a cache with other lengths, (B,); by default the right ones."""
+        if lengths is None:
+            lengths = self.before + self.added
+        return {**grown, f"{self.cache}lengths": lengths.astype(np.int32)}
+
+    def with_cached_before(self, change: Callable[[np.ndarray], np.ndarray]) -> NewTokens:
+        """Return the inputs with another cache before the call, if there is one."""
+        changed = {}
+        for name in self.new:
+            stage = f"previous.{self.cache}{name}"
+            cached = self.values.get(stage)
+            if cached is not None:
+                changed[stage] = change(cached)
+        return self._replace(values={**self.values, **changed})
+
+    def with_cached(
+        self, grown: Mapping[str, np.ndarray], change: Callable[[np.ndarray], np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return a cache after the call with a change of its keys and values, or its latents."""
+        names = [f"{self.cache}{name}" for name in self.new]
+        return {**grown, **{name: change(grown[name]) for name in names}}
 
 
 # ---- Scores and attention weights ----------------------------------------------------------------

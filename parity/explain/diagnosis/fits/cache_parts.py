@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit, Override
+from parity.explain.diagnosis.bugs.sites import NewTokens
 from parity.explain.diagnosis.fits.changes import part
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
@@ -24,24 +25,6 @@ Write = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """Maps a cache before a call (B, K, S, H), new tokens (B, K, T, H), the first slots and the numbers
 of real tokens, (B,) each, to the cache after it.
 """
-
-
-class NewTokens(NamedTuple):
-    """The inputs of the reference's `appended`: what a call adds to a cache.
-
-    Attributes:
-        cache: prefix of the cache's stages.
-        values: the stages before, with the cache before the call.
-        new: keys and values of the new tokens, (B, K, T, H), by name.
-        before: numbers of tokens cached before, (B,): the first slots of the new ones.
-        added: numbers of real new tokens, (B,).
-    """
-
-    cache: str
-    values: Values
-    new: dict[str, np.ndarray]
-    before: np.ndarray
-    added: np.ndarray
 
 
 WHOSE = {("keys", "values"): "keys and values", ("keys",): "keys", ("values",): "values"}
