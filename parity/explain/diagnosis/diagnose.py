@@ -110,16 +110,13 @@ def diagnose_trace(trace: Trace) -> Diagnosis:
         ValueError: if it has no stages.
     """
     # The comparison of traces reports those.
-    unknown = unknown_names([*trace.accumulated], trace.problem)
-    stages = {name: x for name, x in trace.accumulated.items() if name not in unknown}
+    stages = stages_to_diagnose(trace.accumulated, trace.problem)
     return diagnose(stages, trace.problem, arithmetic=trace.arithmetic)
 
 
-def stages_to_diagnose(
-    stages: Mapping[str, np.ndarray], reference: Reference
-) -> dict[str, np.ndarray]:
+def stages_to_diagnose(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[str, np.ndarray]:
     """Return the stages and gradients of a problem among arrays by name."""
-    unknown = unknown_names([*stages], reference.problem)
+    unknown = unknown_names([*stages], problem)
     return {name: x for name, x in stages.items() if name not in unknown}
 
 

@@ -167,7 +167,7 @@ class GradientTrial(Trial):
     ) -> dict[str, np.ndarray]:
         """Return the gradients of a path with edits."""
         arithmetic = arithmetic or self.arithmetic
-        if not (edits or self._inner):
+        if not edits:
             known = self._of_reference(dtype, arithmetic)
             if known:
                 return known[index]
@@ -217,7 +217,7 @@ class GradientTrial(Trial):
 
     def _of_reference(self, dtype: str, arithmetic: str) -> list[dict[str, np.ndarray]]:
         reference = self._reference
-        if reference is None:
+        if reference is None or self._inner:
             return []
         if dtype == "float64":
             values = reference.accumulated
@@ -333,8 +333,8 @@ def diagnose_gradients(
         with work.counted():
             result = search(trial, work)
         if not _is_consistent(result):
-            again = [bug for bug in bugs if bug.backward]
-            trial = GradientTrial(problem, values, arithmetic, reference, again, inner)
+            of_backward = [bug for bug in bugs if bug.backward]
+            trial = GradientTrial(problem, values, arithmetic, reference, of_backward, inner)
             work = Work(seconds)
             with work.counted():
                 result = search(trial, work)
@@ -421,13 +421,13 @@ def _shaped(
             values[name] = x
         else:
             stage = stage_named(name)
-            readings = []
+            reading = None
             if len(stage.axes) == expected.ndim:
                 readings = in_axes(x, expected.shape, stage.axes, may_broadcast=False)
-            for axes, ordered in readings:
-                values[name] = ordered
-                conventions[name] = f"has axes {axes}"
-                break
-            else:
+                reading = next(iter(readings), None)
+            if reading is None:
                 malformed[name] = f"has shape {x.shape} instead of {expected.shape}"
+            else:
+                axes, values[name] = reading
+                conventions[name] = f"has axes {axes}"
     return values, malformed, conventions

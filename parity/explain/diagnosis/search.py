@@ -633,9 +633,7 @@ class _Question:
         trial = self.trial
         if trial.problem.dtype not in WIDE_ENOUGH:
             return True
-        before = trial.distance(self.stage, self.expected)
-        after = trial.distance(self.stage, trial.stage(self.stage, edits))
-        return after <= LEFT_BY_LOSS * before
+        return self._leaves_little(self.expected, trial.stage(self.stage, edits))
 
     def _is_rounded_alike(self, edits: Edits) -> bool:
         """Return True if another rounding reproduces the stage in its own dtype: budgets in 16 bits
@@ -643,8 +641,13 @@ class _Question:
         """
         trial = self.trial
         dtype = kept_dtype(self.stage, trial.problem.dtype)
-        before = trial.distance(self.stage, self.expected.astype(dtype))
-        after = trial.distance(self.stage, trial.stage(self.stage, edits).astype(dtype))
+        with_edits = trial.stage(self.stage, edits)
+        return self._leaves_little(self.expected.astype(dtype), with_edits.astype(dtype))
+
+    def _leaves_little(self, expected: np.ndarray, with_edits: np.ndarray) -> bool:
+        """Return True if edits leave little of the mean error of the stage."""
+        before = self.trial.distance(self.stage, expected)
+        after = self.trial.distance(self.stage, with_edits)
         return after <= LEFT_BY_LOSS * before
 
     def _spoils_nothing(self, added: Edits) -> bool:

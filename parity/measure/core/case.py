@@ -261,8 +261,7 @@ class Case:
             return True
         starts_elsewhere = bool(self.first_position) or self.segment_ids is not None
         if self.position_ids is not None:
-            in_order = replace(self, position_ids=None, mask=None).positions()
-            starts_elsewhere = bool((in_order != self.position_ids).any())
+            starts_elsewhere = bool((self.positions_in_order() != self.position_ids).any())
         return self.spec.has_positions and starts_elsewhere
 
     def positions(self, step: int | None = None) -> np.ndarray:
@@ -292,6 +291,10 @@ class Case:
             return self.first_position + np.stack([tokens // 3, tokens % 3])
         frame, row, column = tokens // 6, tokens % 6 // 3, tokens % 3
         return self.first_position + np.stack([frame, frame + row, frame + column])
+
+    def positions_in_order(self) -> np.ndarray:
+        """Return the positions of all tokens without `position_ids`."""
+        return replace(self, position_ids=None, mask=None).positions()
 
     def first_tokens(self, count: int) -> Case:
         """Return the case without a cache for only the first tokens."""

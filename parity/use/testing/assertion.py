@@ -166,7 +166,7 @@ def judge(
     # Only a difference needs the diagnosis, which is most of the package.
     from parity.explain.diagnosis.diagnose import diagnose_stages, stages_to_diagnose
 
-    stages = stages_to_diagnose(stages_of("actual", actual, stage), reference)
+    stages = stages_to_diagnose(stages_of("actual", actual, stage), reference.problem)
     if not stages:
         return comparisons, None
 

@@ -22,10 +22,11 @@ from parity.explain.diagnosis.bugs.families import (
     BugFamily,
 )
 from parity.explain.diagnosis.bugs.record import Edit, Override
+from parity.explain.diagnosis.bugs.sites import SIXTEEN_BITS, for_names, in_sixteen_bits
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Backward, Layer
 from parity.measure.core.stages import Values
-from parity.measure.core.weights import dtype_named, weight_shapes
+from parity.measure.core.weights import weight_shapes
 
 BLOCKS = (2, 4, 8)
 """Numbers of equal blocks, or ranks of a ring, that are tried."""
@@ -35,8 +36,6 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 MOST_HEADS = 16
 """The largest group of query heads whose heads are tried one by one."""
-
-SIXTEEN_BITS = ("bfloat16", "float16")
 
 SHOWN_BY = {
     f"grad.{name}": (f"grad.{name}_norm.weight", f"grad.{name}_proj.weight") for name in "qkv"
@@ -66,13 +65,10 @@ def _bug(
 def _passing(names: Collection[str], change: Change) -> dict[str, Override]:
     """Change the gradients of some stages, projections or inputs."""
 
-    def passed(backward: Backward, original: Any, name: str, d_x: np.ndarray) -> np.ndarray:
-        d_x = original(name, d_x)
-        if name in names:
-            return change(backward, d_x)
-        return d_x
+    def passed(backward: Any, original: Any, name: str, d_x: np.ndarray) -> np.ndarray:
+        return change(backward, original(name, d_x))
 
-    return {"passed": passed}
+    return {"passed": for_names(names, passed)}
 
 
 def _zero(_: Backward, d_x: np.ndarray) -> np.ndarray:
@@ -153,7 +149,7 @@ def _standardised(names: Collection[str], change: Callable[..., np.ndarray]) -> 
     """Change the gradient of the input of some norms: `change(right, d_hat, s)`."""
 
     def of_standardised(
-        _: Backward,
+        _: Any,
         original: Any,
         name: str,
         d_hat: np.ndarray,
@@ -161,12 +157,9 @@ def _standardised(names: Collection[str], change: Callable[..., np.ndarray]) -> 
         s: np.ndarray,
         norm: Norm,
     ) -> np.ndarray:
-        right = original(name, d_hat, x_hat, s, norm)
-        if name not in names:
-            return right
-        return change(right, d_hat, s)
+        return change(original(name, d_hat, x_hat, s, norm), d_hat, s)
 
-    return of_standardised
+    return for_names(names, of_standardised)
 
 
 def _by_constant(_: np.ndarray, d_hat: np.ndarray, s: np.ndarray) -> np.ndarray:
@@ -268,12 +261,10 @@ def _heads_of_group(group: int) -> Iterator[tuple[np.ndarray, str]]:
 
 
 def _summed_by(names: str, mean: Callable[..., Any]) -> Override:
-    def per_kv_head(backward: Backward, original: Any, name: str, x: np.ndarray) -> np.ndarray:
-        if name not in names:
-            return original(name, x)
+    def per_kv_head(backward: Any, original: Any, name: str, x: np.ndarray) -> np.ndarray:
         return mean(_in_groups(backward, x), axis=2)
 
-    return per_kv_head
+    return for_names(names, per_kv_head)
 
 
 def _in_groups(backward: Backward, x: np.ndarray) -> np.ndarray:
@@ -283,22 +274,18 @@ def _in_groups(backward: Backward, x: np.ndarray) -> np.ndarray:
 
 
 def _summed_as_tiled(names: str) -> Override:
-    def per_kv_head(backward: Backward, original: Any, name: str, x: np.ndarray) -> np.ndarray:
-        if name not in names:
-            return original(name, x)
+    def per_kv_head(backward: Any, original: Any, name: str, x: np.ndarray) -> np.ndarray:
         num_kv_heads = backward.layer.problem.spec.num_kv_heads
         return x.reshape(x.shape[0], -1, num_kv_heads, *x.shape[2:]).sum(axis=1)
 
-    return per_kv_head
+    return for_names(names, per_kv_head)
 
 
 def _of_heads(names: str, heads: np.ndarray) -> Override:
-    def per_kv_head(backward: Backward, original: Any, name: str, x: np.ndarray) -> np.ndarray:
-        if name not in names:
-            return original(name, x)
+    def per_kv_head(backward: Any, original: Any, name: str, x: np.ndarray) -> np.ndarray:
         return _in_groups(backward, x)[:, :, heads].sum(axis=2)
 
-    return per_kv_head
+    return for_names(names, per_kv_head)
 
 
 def _only_heads(heads: np.ndarray) -> Change:
@@ -440,8 +427,7 @@ def _of_output(
     attn_weights: np.ndarray,
     d_attn_weights: np.ndarray,
 ) -> np.ndarray:
-    context = backward.arithmetic.widen(values["context"])
-    return (d_context * context).sum(axis=-1, keepdims=True)
+    return backward.weighed_by_output(values, d_context)
 
 
 def _also_showing(without: Mapping[str, Any] | None) -> Override:
@@ -676,12 +662,10 @@ def dropout_of(factors: np.ndarray) -> Edit:
 def _times(factors: np.ndarray, *uses: str) -> Override:
     """Return the dropout with some factors, in some of its uses; by default in both."""
 
-    def dropped(backward: Backward, original: Any, use: str, x: np.ndarray) -> np.ndarray:
-        if uses and use not in uses:
-            return original(use, x)
+    def dropped(backward: Any, original: Any, use: str, x: np.ndarray) -> np.ndarray:
         return x * factors.astype(x.dtype)
 
-    return dropped
+    return for_names(uses or ("attn_weights", "v"), dropped)
 
 
 def _with_dropped_weights(factors: np.ndarray) -> Override:
@@ -714,7 +698,7 @@ def narrow_sums(case: Case) -> Iterator[Edit]:
                 f"grad-group-sums-{dtype}",
                 f"the gradients of keys and values are rounded to {dtype} for each query head, and "
                 f"their sums again",
-                {"per_kv_head": _sums_of_rounded(dtype)},
+                {"per_kv_head": _sums_ofin_sixteen_bits(dtype)},
                 "grad.v",
             )
         yield _loss(
@@ -741,32 +725,28 @@ def _loss(name: str, about: str, backward: Mapping[str, Override], stage: str) -
     return _bug(PRECISION, name, about, backward, stage, is_loss=True)
 
 
-def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    return x.astype(np.float32).astype(dtype_named(dtype)).astype(x.dtype)
-
-
 def _rounded_to(dtype: str) -> Change:
     def change(_: Backward, d_x: np.ndarray) -> np.ndarray:
-        return _rounded(d_x, dtype)
+        return in_sixteen_bits(d_x, dtype)
 
     return change
 
 
 def _group_sums_in(dtype: str) -> Override:
     def per_kv_head(backward: Backward, original: Any, name: str, x: np.ndarray) -> np.ndarray:
-        heads = _rounded(_in_groups(backward, x), dtype)
+        heads = in_sixteen_bits(_in_groups(backward, x), dtype)
         total = heads[:, :, 0]
         for head in range(1, heads.shape[2]):
-            total = _rounded(total + heads[:, :, head], dtype)
+            total = in_sixteen_bits(total + heads[:, :, head], dtype)
         return total
 
     return per_kv_head
 
 
-def _sums_of_rounded(dtype: str) -> Override:
+def _sums_ofin_sixteen_bits(dtype: str) -> Override:
     def per_kv_head(backward: Backward, original: Any, name: str, x: np.ndarray) -> np.ndarray:
-        heads = _rounded(_in_groups(backward, x), dtype)
-        return _rounded(heads.sum(axis=2), dtype)
+        heads = in_sixteen_bits(_in_groups(backward, x), dtype)
+        return in_sixteen_bits(heads.sum(axis=2), dtype)
 
     return per_kv_head
 
@@ -777,7 +757,7 @@ def bias_sums_in(dtype: str) -> Edit:
     def of_bias(_: Backward, original: Any, d_y: np.ndarray) -> np.ndarray:
         total = np.zeros(d_y.shape[-1], d_y.dtype)
         for of_token in d_y.reshape(-1, d_y.shape[-1]):
-            total = _rounded(total + of_token, dtype)
+            total = in_sixteen_bits(total + of_token, dtype)
         return total
 
     return Edit(backward={"of_bias": of_bias})
@@ -788,8 +768,8 @@ def _weight_sums_in(dtype: str) -> Override:
         d_y, x = d_y.reshape(len(x), -1, d_y.shape[-1]), x.reshape(len(x), -1, x.shape[-1])
         total = np.zeros((d_y.shape[-1], x.shape[-1]), d_y.dtype)
         for of_sequence, tokens in zip(d_y, x, strict=True):
-            term = _rounded(original(of_sequence[None], tokens[None]), dtype)
-            total = _rounded(total + term, dtype)
+            term = in_sixteen_bits(original(of_sequence[None], tokens[None]), dtype)
+            total = in_sixteen_bits(total + term, dtype)
         return total
 
     return of_weight

@@ -17,11 +17,13 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
 from parity.explain.diagnosis.bugs.sites import (
+    SIXTEEN_BITS,
     NewTokens,
     Overrides,
     after,
     before,
     for_names,
+    in_sixteen_bits,
     weights,
 )
 from parity.explain.diagnosis.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
@@ -32,9 +34,6 @@ from parity.measure.core.reference.rope import axes, frequencies
 from parity.measure.core.stages import Values
 from parity.measure.core.weights import dtype_named, is_floating
 from parity.measure.text import and_listed
-
-DTYPES = ("bfloat16", "float16")
-"""Dtypes to which float32 is rounded."""
 
 STAGES = {"q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
 """Stages that show a projection first."""
@@ -61,7 +60,7 @@ def rounded_parts(case: Case) -> Iterator[Edit]:
     projections = list(STAGES)
     if not case.spec.out_proj:
         projections.remove("out_proj")
-    for dtype in DTYPES:
+    for dtype in SIXTEEN_BITS:
         cut = _to(dtype)
         yield from _weights(case, dtype)
         yield of_precision(
@@ -461,29 +460,23 @@ def rope_numbers(case: Case) -> Iterator[Edit]:
     with np.errstate(divide="ignore"):
         powers = np.float32(1) / exact
     angles = np.multiply.outer(np.unique(case.positions()).astype(np.float32), exact)
-    for dtype in DTYPES:
+    for dtype in SIXTEEN_BITS:
         inexact = {TABLES}
-        if not np.array_equal(_through(dtype, angles), angles):
+        if not np.array_equal(in_sixteen_bits(angles, dtype), angles):
             inexact.add(ANGLES)
-        if not np.array_equal(_through(dtype, exact), exact):
+        if not np.array_equal(in_sixteen_bits(exact, dtype), exact):
             inexact.add(FREQUENCIES)
         if longest - 1 > EXACT_INTEGERS[dtype]:
             inexact.add(POSITIONS)
         has_powers = rope.scaling is None and rope.sections is None
         # Powers such as 1000 are exact in 16 bits, although 1 / 0.001 is not in float32.
         with np.errstate(divide="ignore"):
-            of_rounded_powers = np.float32(1) / _through(dtype, powers)
+            of_rounded_powers = np.float32(1) / in_sixteen_bits(powers, dtype)
         if has_powers and not np.array_equal(of_rounded_powers, exact):
             inexact.add(POWERS)
         for numbers in ROUNDED_TOGETHER:
             if inexact.issuperset(numbers):
                 yield _rope_in(dtype, numbers)
-
-
-def _through(dtype: str, x: np.ndarray) -> np.ndarray:
-    """Return an array rounded to a narrower dtype, in its own."""
-    with np.errstate(over="ignore"):
-        return x.astype(dtype_named(dtype)).astype(x.dtype)
 
 
 def _rope_in(dtype: str, numbers: tuple[str, ...]) -> Edit:

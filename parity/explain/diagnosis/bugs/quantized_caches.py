@@ -125,8 +125,8 @@ def _of_groups(
             about = f"the scales of cached {words} are computed instead of the calibrated ones"
         elif group == right:
             continue
-        scales = partial(_scales_per, group, is_written_per_token=group not in FIXED)
-        yield bug("cache-scale-axis", about, {"cache_scales": for_names(names, scales)})
+        scales = for_names(names, partial(_scales_per, group))
+        yield bug("cache-scale-axis", about, {"cache_scales": scales})
     if not is_calibrated and right in FIXED:
         yield bug(
             "cache-scale-axis",
@@ -231,10 +231,10 @@ def _scales_per(
     name: str,
     tokens: Tokens,
     first: Tokens,
-    *,
-    is_written_per_token: bool,
 ) -> np.ndarray:
-    source = tokens if is_written_per_token else first
+    source = tokens
+    if group in FIXED:
+        source = first
     return layer.computed_scales(source[name], SCALE_AXES[group])
 
 

@@ -45,11 +45,10 @@ def own_positions(case: Case) -> Iterator[Edit]:
     """Yield rotations that ignore the positions of the case."""
     if case.spec.rope is None or case.position_ids is None or case.is_cached:
         return
-    in_order = replace(case, position_ids=None, mask=None).positions()
     yield of_rope(
         "rope-position-ids-ignored",
         "the positions that were passed are ignored: tokens are rotated as the tokens 0, 1, …",
-        positions("qk", partial(_instead_of, in_order)),
+        positions("qk", partial(_instead_of, case.positions_in_order())),
         fix="rotate each token by the position that was passed for it",
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 from parity.explain.diagnosis.bugs.record import Override
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
+from parity.measure.core.weights import dtype_named
 
 Change = Callable[[Any], Any]
 Overrides = dict[str, Override]
@@ -48,11 +49,14 @@ def always(value: Any) -> Override:
 
 
 def for_names(names: Collection[str], wrong: Override) -> Override:
-    """Return an override that replaces a method for some names alone, its first input."""
+    """Return an override that replaces a method for some names alone, its first input.
 
-    def override(layer: Layer, original: Any, name: str, *inputs: Any) -> Any:
+    The method may be one of the backward pass as well.
+    """
+
+    def override(owner: Any, original: Any, name: str, *inputs: Any) -> Any:
         if name in names:
-            return wrong(layer, original, name, *inputs)
+            return wrong(owner, original, name, *inputs)
         return original(name, *inputs)
 
     return override
@@ -61,6 +65,16 @@ def for_names(names: Collection[str], wrong: Override) -> Override:
 def features_unchanged(_: Layer, original: Override, name: str, x: np.ndarray, *rest: Any) -> Any:
     """Override a method of named features: it leaves them as they are."""
     return x
+
+
+SIXTEEN_BITS = ("bfloat16", "float16")
+"""The dtypes of 16 bits, the usual one first."""
+
+
+def in_sixteen_bits(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Return numbers of float32 rounded to bfloat16 or float16, in the array's own dtype."""
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32).astype(dtype_named(dtype)).astype(x.dtype)
 
 
 # ---- Weights -------------------------------------------------------------------------------------

@@ -168,12 +168,12 @@ def misread(name: str, order: np.ndarray, names: tuple[str, ...], about: str, fi
         about: a description, with both orders.
         fix: an instruction.
     """
-    return FUSED_QKV.seen_in("q", "k")(
-        name,
-        about,
-        {"parameter": for_names(names, partial(_in_rows_of_others, order, names))},
-        fix=fix,
-    )
+    return FUSED_QKV.seen_in("q", "k")(name, about, rows_in_order(order, names), fix=fix)
+
+
+def rows_in_order(order: np.ndarray, names: tuple[str, ...]) -> Overrides:
+    """Let the rows of several weights together be in another order; see `misread`."""
+    return {"parameter": for_names(names, partial(_in_rows_of_others, order, names))}
 
 
 def _in_rows_of_others(

@@ -10,14 +10,19 @@ import numpy as np
 from mha_spec import Alibi, AttentionSpec
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit, Override
-from parity.explain.diagnosis.bugs.sites import Overrides, after, always
+from parity.explain.diagnosis.bugs.sites import (
+    SIXTEEN_BITS,
+    Overrides,
+    after,
+    always,
+    in_sixteen_bits,
+)
 from parity.explain.diagnosis.fits.changes import MOST_HEADS, part
 from parity.explain.diagnosis.fits.numbers import LARGEST, Fitted, Number, StageTrial
 from parity.explain.diagnosis.fits.slopes import FittedSlopes
 from parity.explain.diagnosis.fits.words import known_as, listed, number_words
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import Layer
-from parity.measure.core.weights import dtype_named
 
 Form = Callable[[np.ndarray], np.ndarray]
 
@@ -62,14 +67,6 @@ def one_more(distance: np.ndarray) -> np.ndarray:
     return distance + 1
 
 
-def in_bfloat16(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float32).astype(dtype_named("bfloat16")).astype(x.dtype)
-
-
-def in_float16(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float16).astype(x.dtype)
-
-
 ORDERS: dict[str, Form] = {
     "in reverse order": reversed_order,
     "in rising order": np.sort,
@@ -103,8 +100,8 @@ def alibi_parts(problem: Problem) -> Iterator[Edit]:
     for words, slopes in _other_slopes(problem.spec, alibi).items():
         change = with_slopes(problem.spec, alibi, slopes)
         yield part(problem, "alibi", f"ALiBi's slopes are {words}", change, of.ALIBI)
-    for dtype, cut in ROUNDINGS.items():
-        yield from _rounded(problem, dtype, cut)
+    for dtype in SIXTEEN_BITS:
+        yield from _rounded(problem, dtype)
     for words, form in DISTANCES.items():
         change = Edit(overrides={"distances": after(form)})
         yield part(problem, "alibi", f"ALiBi's slopes multiply {words}", change, of.ALIBI)
@@ -208,11 +205,9 @@ def with_slopes(spec: AttentionSpec, alibi: Alibi, slopes: np.ndarray) -> Edit:
     return Edit(overrides={"slopes": always(slopes)})
 
 
-ROUNDINGS: dict[str, Form] = {"bfloat16": in_bfloat16, "float16": in_float16}
-
-
-def _rounded(problem: Problem, dtype: str, cut: Form) -> Iterator[Edit]:
+def _rounded(problem: Problem, dtype: str) -> Iterator[Edit]:
     """Yield slopes, distances and biases that are rounded to a dtype."""
+    cut = partial(in_sixteen_bits, dtype=dtype)
     of_slopes: Overrides = {"slopes": after(cut)}
     of_bias: Overrides = {"lost_by_distance": after(cut)}
     of_distances: Overrides = {"distances": after(_distances_rounded_by(cut))}

@@ -5,15 +5,14 @@ between the three.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import permutations
-from typing import Any
 
 import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.bugs.weights import rows_in_order
 from parity.explain.diagnosis.fits.changes import part
 from parity.measure.core.problem import Problem
 from parity.measure.core.weights import QKV
@@ -23,6 +22,9 @@ RANKS = (2, 4, 8)
 
 USUAL_ORDERS = 3
 """Orders that are combined with all others."""
+
+PACKED = tuple(f"{projection}.{leaf}" for projection in QKV for leaf in ("weight", "bias"))
+"""Weights and biases that are packed alike."""
 
 WORDS = {"q": "queries", "k": "keys", "v": "values"}
 
@@ -49,7 +51,7 @@ def packings(problem: Problem) -> Iterator[Edit]:
             continue
         tried.add(rows.tobytes())
         about = f"a packed weight of {packed} is read as one of {read}"
-        change = Edit(overrides={"parameter": partial(_parameter, rows)})
+        change = Edit(overrides=rows_in_order(rows, PACKED))
         yield part(problem, "packing", about, change, of.FUSED_QKV)
 
 
@@ -139,14 +141,3 @@ def _in_groups(rows: dict[str, np.ndarray], letters: str, count: int) -> np.ndar
     """Return the rows of some projections in groups, each with its share of every one."""
     shares = [rows[letter].reshape(count, -1) for letter in letters]
     return np.concatenate(shares, axis=1).ravel()
-
-
-def _parameter(order: np.ndarray, _: Any, original: Any, name: str) -> np.ndarray:
-    """Return a weight or bias of which the rows are some of q, k and v together."""
-    projection, __, leaf = name.partition(".")
-    if projection not in QKV:
-        return original(name)
-    weights = [original(f"{one}.{leaf}") for one in QKV]
-    ends = np.cumsum([len(weight) for weight in weights])
-    parts = np.split(np.concatenate(weights)[order], ends[:-1])
-    return parts[QKV.index(projection)]

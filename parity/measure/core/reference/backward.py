@@ -347,8 +347,13 @@ class Backward:
     ) -> np.ndarray:
         """Return the mean gradient of a row's weights, weighted by these, (B, N, T, 1)."""
         if self.fused:
-            return (d_context * self.arithmetic.widen(values["context"])).sum(-1, keepdims=True)
+            return self.weighed_by_output(values, d_context)
         return (attn_weights * d_attn_weights).sum(axis=-1, keepdims=True)
+
+    def weighed_by_output(self, values: Values, d_context: np.ndarray) -> np.ndarray:
+        """Return the same mean gradient from the context, as in FlashAttention, (B, N, T, 1)."""
+        context = self.arithmetic.widen(values["context"])
+        return (d_context * context).sum(axis=-1, keepdims=True)
 
     def of_softmax(
         self, attn_weights: np.ndarray, d_attn_weights: np.ndarray, subtracted: np.ndarray
