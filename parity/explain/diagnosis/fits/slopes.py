@@ -19,6 +19,9 @@ STEPS = 12
 HALVED = 4
 """The number of lengths of one step that are tried, each half of the one before."""
 
+LITTLE_BETTER = 0.99
+"""The share of a residual that a step may leave before the next one is not worth it."""
+
 SMALL_STEP = 1e-5
 """The change of a slope that measures the derivative."""
 
@@ -49,19 +52,27 @@ class FittedSlopes:
         slopes = self._best_guesses()
         residual = self._residual(slopes)
         for _ in range(STEPS):
+            better = self._step(slopes, residual)
+            if better is None:
+                break
             size = _size(residual)
-            move = self._move(slopes, residual)
-            for halved in range(HALVED):
-                moved = slopes + move * 0.5**halved
-                residual_there = self._residual(moved)
-                if _size(residual_there) < size:
-                    slopes, residual = moved, residual_there
-                    break
-            else:
-                return slopes
-            if _size(residual) > 0.99 * size:
-                return slopes
+            slopes, residual = better
+            if _size(residual) > LITTLE_BETTER * size:
+                break
         return slopes
+
+    def _step(
+        self, slopes: np.ndarray, residual: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return slopes with a smaller residual, and that; None if no length of a step has one."""
+        size = _size(residual)
+        move = self._move(slopes, residual)
+        for halved in range(HALVED):
+            moved = slopes + move * 0.5**halved
+            residual_there = self._residual(moved)
+            if _size(residual_there) < size:
+                return moved, residual_there
+        return None
 
     def _residual(self, slopes: np.ndarray) -> np.ndarray:
         """Return what the stage with some slopes leaves of the actual one; NaN if there is none."""

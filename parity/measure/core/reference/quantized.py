@@ -27,7 +27,10 @@ of its terms: a random walk of half units, four standard deviations.
 
 
 def to_nearest(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Return wide numbers rounded to a stored dtype, half to even; beyond its largest, that one."""
+    """Return wide numbers rounded to a stored dtype, half to even; beyond its largest, that one.
+
+    ml_dtypes rounds float64 to float32 first, so it is wrong next to the middle of two numbers.
+    """
     clipped = np.clip(x, -LARGEST[dtype], LARGEST[dtype])
     if dtype not in MANTISSA_BITS:
         return np.rint(clipped)

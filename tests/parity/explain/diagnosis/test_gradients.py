@@ -13,7 +13,9 @@ from wild.sets import BUGS, RIGHTS, TRAINING
 import parity
 from mha_spec import AttentionSpec, Gate, Norm, Rope
 from parity.explain.diagnosis.bugs import GRADIENTS, bugs_for, known_bugs
+from parity.explain.diagnosis.bugs.backward import dropout_of
 from parity.explain.diagnosis.changed_backward import edited_backward
+from parity.explain.diagnosis.gradients import GradientTrial
 from parity.measure.core.stages import run_steps
 from parity.measure.core.trace import Reference
 from parity.use.testing.assertion import compare_arrays
@@ -160,6 +162,21 @@ def test_two_backward_bugs_are_two_findings():
     wrong = gradients_of(problem, *(bug_named(RICH, name) for name in names))
     diagnosis = parity.diagnose(wrong, problem)
     assert [finding.likely_bug for finding in diagnosis.findings] == [*names]
+
+
+def test_right_layer_keeps_its_dropout():
+    """The right gradients of a layer that drops weights are those with its dropout, although the
+    reference has none.
+    """
+    problem = parity.make_problem("gqa-causal", "float32")
+    shape = (problem.case.batch, problem.spec.num_heads, problem.case.seq_len, problem.case.key_len)
+    dropout = dropout_of(np.random.default_rng(0).integers(0, 2, shape) * 2.0)
+    reference = Reference(problem, True)
+    observed = gradients_of(problem, dropout)
+    trial = GradientTrial(problem, observed, "ieee", reference, inner=(dropout,))
+    expected = trial.right.stage("grad.v_proj.weight")
+    np.testing.assert_allclose(expected, observed["grad.v_proj.weight"], atol=1e-4)
+    assert np.abs(expected - reference.accumulated["grad.v_proj.weight"]).max() > 0.1
 
 
 def test_unknown_names_are_refused():
