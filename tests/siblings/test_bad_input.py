@@ -1055,10 +1055,11 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_mask_rejects_bad_sizes(sibling, name):
+def test_mask_rejects_bad_sizes(sibling, subtests):
     """Each function that makes a mask raises an error for bad sizes and lengths."""
-    assert_error(sibling, *MASKS[name])
+    for name, call in MASKS.items():
+        with subtests.test(name):
+            assert_error(sibling, *call)
 
 
 # ---- Caches --------------------------------------------------------------------------------------
@@ -1077,38 +1078,35 @@ NBYTES = {"batch_size": 1, "num_kv_heads": 2, "capacity": 3, "head_dim": 4, "num
 REFUSED_SIZES = [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)]
 
 
-@pytest.mark.parametrize(
-    ("size", "value", "error"),
-    [
-        (size, value, error)
-        for size in SIZES
-        for value, error in REFUSED_SIZES
-        if (size, value) != ("batch_size", 0)  # a batch may be empty
-    ],
-)
-def test_cache_rejects_bad_sizes(sibling, size, value, error):
+@pytest.mark.parametrize("size", SIZES)
+def test_cache_rejects_bad_sizes(sibling, size, subtests):
     """A cache raises an error for a size that is not a positive integer."""
-    assert_error(
-        sibling,
-        "init_cache",
-        (),
-        {**SIZES, size: value, **sibling.on_device},
-        refuses(size, {size: value}).of(error),
-    )
+    for value, error in REFUSED_SIZES:
+        if size == "batch_size" and value == 0:
+            continue  # a batch may be empty
+        with subtests.test(value=value):
+            assert_error(
+                sibling,
+                "init_cache",
+                (),
+                {**SIZES, size: value, **sibling.on_device},
+                refuses(size, {size: value}).of(error),
+            )
 
 
-@pytest.mark.parametrize(("value", "error"), REFUSED_SIZES)
 @pytest.mark.parametrize("size", NBYTES)
-def test_cache_nbytes_rejects_bad_sizes(sibling, size, value, error):
+def test_cache_nbytes_rejects_bad_sizes(sibling, size, subtests):
     """The number of bytes of a cache raises an error for a size that is not a positive integer."""
     dtype = sibling.dtype(sibling.kernel_dtype)
-    assert_error(
-        sibling,
-        "kv_cache_nbytes",
-        (),
-        {**NBYTES, size: value, "dtype": dtype},
-        refuses(size, {size: value}).of(error),
-    )
+    for value, error in REFUSED_SIZES:
+        with subtests.test(value=value):
+            assert_error(
+                sibling,
+                "kv_cache_nbytes",
+                (),
+                {**NBYTES, size: value, "dtype": dtype},
+                refuses(size, {size: value}).of(error),
+            )
 
 
 @pytest.mark.parametrize(

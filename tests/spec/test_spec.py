@@ -250,195 +250,195 @@ SHARED = {"d_model": 8, "num_heads": 2, "shared_kv": True}
 LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
 
 
-@pytest.mark.parametrize(
-    ("keywords", "refusal"),
-    [
-        (
-            {"d_model": 10, "num_heads": 4},
-            refuses("d_model", "d_model=10 and num_heads=4 without head_dim"),
-        ),
-        ({"d_model": 0, "num_heads": 4}, refuses("d_model", d_model=0)),
-        ({"d_model": 8.0, "num_heads": 4}, refuses_type("d_model", d_model=8.0)),
-        ({"d_model": 8, "num_heads": True}, refuses_type("num_heads", num_heads=True)),
-        (
-            {"d_model": 8, "num_heads": 4, "num_kv_heads": 3},
-            refuses("num_heads", num_heads=4, num_kv_heads=3),
-        ),
-        ({"d_model": 8, "num_heads": 4, "head_dim": -1}, refuses("head_dim", head_dim=-1)),
-        (
-            {"d_model": 8, "num_heads": 4, "value_head_dim": 0},
-            refuses("value_head_dim", value_head_dim=0),
-        ),
-        (
-            {"d_model": 8, "num_heads": 4, "value_head_dim": 2.0},
-            refuses_type("value_head_dim", value_head_dim=2.0),
-        ),
-        ({"d_model": 6, "num_heads": 2, "rope": Rope()}, refuses("head_dim", head_dim=3)),
-        ({"d_model": 8, "num_heads": 2, "rope": 1e4}, refuses_type("rope", rope=10000.0)),
-        ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, refuses("dropout", dropout=math.nan)),
-        ({"d_model": 8, "num_heads": 2, "dropout": "0.5"}, refuses_type("dropout", dropout="0.5")),
-        (
-            {"d_model": 8, "num_heads": 2, "output_dropout": False},
-            refuses_type("output_dropout", output_dropout=False),
-        ),
-        (
-            {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False)},
-            refuses("qkv_bias", qkv_bias=(True, False)),
-        ),
-        (
-            {"d_model": 8, "num_heads": 2, "qkv_bias": (1, 0, 1)},
-            refuses_type("qkv_bias", qkv_bias=1),
-        ),
-        (
-            {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False, True), "fused_qkv": True},
-            refuses("qkv_bias", qkv_bias=(True, False, True)),
-        ),
-        ({"d_model": 8, "num_heads": 2, "qkv_bias": "no"}, refuses_type("qkv_bias", qkv_bias="no")),
-        ({"d_model": 8, "num_heads": 2, "out_bias": 1}, refuses_type("out_bias", out_bias=1)),
-        ({"d_model": 8, "num_heads": 2, "out_proj": None}, refuses_type("out_proj", out_proj=None)),
-        (
-            {"d_model": 8, "num_heads": 2, "fused_qkv": "x"},
-            refuses_type("fused_qkv", fused_qkv="x"),
-        ),
-        (
-            {"d_model": 8, "num_heads": 2, "d_kv": 4, "rope": Rope()},
-            refuses("d_kv", d_kv=4, d_in=8),
-        ),
-        ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, refuses("dropout", dropout=1.0)),
-        (
-            {"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True},
-            refuses("d_kv", d_kv=4, d_in=8),
-        ),
-        ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, refuses_type("qk_norm", qk_norm="rms")),
-        ({"d_model": 8, "num_heads": 2, "gate": True}, refuses_type("gate", gate=True)),
-        (
-            {"d_model": 8, "num_heads": 2, "temperature": 8192},
-            refuses_type("temperature", temperature=8192),
-        ),
-        (
-            {
-                "d_model": 8,
-                "num_heads": 1,
-                "temperature": Temperature(4),
-                "rope": Rope(sections=(2, 1, 1)),
-            },
-            refuses("temperature", temperature=..., sections=(2, 1, 1)),
-        ),
-        (LATENT | {"latent": 16}, refuses_type("latent", latent=16)),
-        (
-            LATENT | {"num_kv_heads": 1},
-            refuses("num_kv_heads", num_kv_heads=1, latent=...),
-        ),
-        (LATENT | {"d_kv": 4}, refuses("d_kv", d_kv=4, latent=...)),
-        (LATENT | {"fused_qkv": True}, refuses("fused_qkv", fused_qkv=True, latent=...)),
-        (LATENT | {"qk_norm": Norm()}, refuses("qk_norm", qk_norm=..., latent=...)),
-        (LATENT | {"v_norm": Norm()}, refuses("v_norm", v_norm=..., latent=...)),
-        (LATENT | {"clip_qkv": 1.0}, refuses("clip_qkv", clip_qkv=1.0, latent=...)),
-        (LATENT | {"head_dim": 2}, refuses("rope_dim", rope_dim=2, head_dim=2)),
-        (
-            LATENT | {"qkv_bias": (True, True, False)},
-            refuses("qkv_bias", qkv_bias=(True, True, False)),
-        ),
-        (LATENT | {"rope": Rope()}, refuses("rope", rope=..., latent=...)),
-        (LATENT | {"rope": Rope(rotary_dim=2)}, refuses("rope", rope=..., latent=...)),
-        (SHARED | {"d_kv": 4}, refuses("d_kv", d_kv=4)),
-        (SHARED | {"fused_qkv": True}, refuses("fused_qkv", fused_qkv=True)),
-        (SHARED | {"v_norm": Norm()}, refuses("v_norm", v_norm=...)),
-        (
-            SHARED | {"qkv_bias": (True, False, True)},
-            refuses("qkv_bias", qkv_bias=(True, False, True)),
-        ),
-        (LATENT | {"shared_kv": True}, refuses("latent", latent=...)),
-        (SHARED | {"shared_kv": 1}, refuses_type("shared_kv", shared_kv=1)),
-        (
-            {"d_model": 8, "num_heads": 2, "context_norm": Norm()},
-            refuses("context_norm", context_norm=...),
-        ),
-        (
-            {"d_model": 8, "num_heads": 2, "context_norm": Norm(over="width"), "gate": Gate()},
-            refuses("gate", gate=..., context_norm=...),
-        ),
-        (
-            LATENT | {"context_norm": Norm(over="width")},
-            refuses("context_norm", context_norm=..., latent=...),
-        ),
-        ({"d_model": 8, "num_heads": 2, "alibi": True}, refuses_type("alibi", alibi=True)),
-        (
-            {"d_model": 8, "num_heads": 2, "relative_bias": 32},
-            refuses_type("relative_bias", relative_bias=32),
-        ),
-        (
-            {"d_model": 8, "num_heads": 2, "alibi": Alibi(), "relative_bias": RelativeBias()},
-            refuses("alibi", alibi=..., relative_bias=...),
-        ),
-        (
-            {"d_model": 8, "num_heads": 2, "relative_bias": GridBias(2, 2), "window_size": 2},
-            refuses("window_size", window_size=2, grid=...),
-        ),
-        (
-            {"d_model": 8, "num_heads": 2, "relative_products": RelativeBias()},
-            refuses_type("relative_products", relative_products=...),
-        ),
-        (
-            {
-                "d_model": 8,
-                "num_heads": 2,
-                "relative_products": RelativeProducts(2, 2),
-                "soft_cap": 2.0,
-            },
-            refuses("soft_cap", soft_cap=2.0),
-        ),
-        (
-            LATENT | {"relative_products": RelativeProducts(2, 2)},
-            refuses("relative_products", relative_products=..., latent=...),
-        ),
-        ({"d_model": 8, "num_heads": 2, "sinks": 1}, refuses_type("sinks", sinks=1)),
-        ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, refuses("clip_qkv", clip_qkv=0.0)),
-        (
-            {"d_model": 8, "num_heads": 2, "clip_qkv": math.nan},
-            refuses("clip_qkv", clip_qkv=math.nan),
-        ),
-        ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, refuses_type("clip_qkv", clip_qkv=True)),
-        ({"d_model": 8, "num_heads": 2, "v_norm": True}, refuses_type("v_norm", v_norm=True)),
-        (
-            {"d_model": 8, "num_heads": 2, "qk_norm": Norm(after_rope=True)},
-            refuses("qk_norm.after_rope", after_rope=True, rope=None),
-        ),
-        (
-            {"d_model": 8, "num_heads": 2, "v_norm": Norm(after_rope=True)},
-            refuses("v_norm", after_rope=True),
-        ),
-    ],
-)
-def test_invalid_spec_raises(keywords, refusal):
+INVALID_SPECS = [
+    (
+        {"d_model": 10, "num_heads": 4},
+        refuses("d_model", "d_model=10 and num_heads=4 without head_dim"),
+    ),
+    ({"d_model": 0, "num_heads": 4}, refuses("d_model", d_model=0)),
+    ({"d_model": 8.0, "num_heads": 4}, refuses_type("d_model", d_model=8.0)),
+    ({"d_model": 8, "num_heads": True}, refuses_type("num_heads", num_heads=True)),
+    (
+        {"d_model": 8, "num_heads": 4, "num_kv_heads": 3},
+        refuses("num_heads", num_heads=4, num_kv_heads=3),
+    ),
+    ({"d_model": 8, "num_heads": 4, "head_dim": -1}, refuses("head_dim", head_dim=-1)),
+    (
+        {"d_model": 8, "num_heads": 4, "value_head_dim": 0},
+        refuses("value_head_dim", value_head_dim=0),
+    ),
+    (
+        {"d_model": 8, "num_heads": 4, "value_head_dim": 2.0},
+        refuses_type("value_head_dim", value_head_dim=2.0),
+    ),
+    ({"d_model": 6, "num_heads": 2, "rope": Rope()}, refuses("head_dim", head_dim=3)),
+    ({"d_model": 8, "num_heads": 2, "rope": 1e4}, refuses_type("rope", rope=10000.0)),
+    ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, refuses("dropout", dropout=math.nan)),
+    ({"d_model": 8, "num_heads": 2, "dropout": "0.5"}, refuses_type("dropout", dropout="0.5")),
+    (
+        {"d_model": 8, "num_heads": 2, "output_dropout": False},
+        refuses_type("output_dropout", output_dropout=False),
+    ),
+    (
+        {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False)},
+        refuses("qkv_bias", qkv_bias=(True, False)),
+    ),
+    (
+        {"d_model": 8, "num_heads": 2, "qkv_bias": (1, 0, 1)},
+        refuses_type("qkv_bias", qkv_bias=1),
+    ),
+    (
+        {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False, True), "fused_qkv": True},
+        refuses("qkv_bias", qkv_bias=(True, False, True)),
+    ),
+    ({"d_model": 8, "num_heads": 2, "qkv_bias": "no"}, refuses_type("qkv_bias", qkv_bias="no")),
+    ({"d_model": 8, "num_heads": 2, "out_bias": 1}, refuses_type("out_bias", out_bias=1)),
+    ({"d_model": 8, "num_heads": 2, "out_proj": None}, refuses_type("out_proj", out_proj=None)),
+    (
+        {"d_model": 8, "num_heads": 2, "fused_qkv": "x"},
+        refuses_type("fused_qkv", fused_qkv="x"),
+    ),
+    (
+        {"d_model": 8, "num_heads": 2, "d_kv": 4, "rope": Rope()},
+        refuses("d_kv", d_kv=4, d_in=8),
+    ),
+    ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, refuses("dropout", dropout=1.0)),
+    (
+        {"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True},
+        refuses("d_kv", d_kv=4, d_in=8),
+    ),
+    ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, refuses_type("qk_norm", qk_norm="rms")),
+    ({"d_model": 8, "num_heads": 2, "gate": True}, refuses_type("gate", gate=True)),
+    (
+        {"d_model": 8, "num_heads": 2, "temperature": 8192},
+        refuses_type("temperature", temperature=8192),
+    ),
+    (
+        {
+            "d_model": 8,
+            "num_heads": 1,
+            "temperature": Temperature(4),
+            "rope": Rope(sections=(2, 1, 1)),
+        },
+        refuses("temperature", temperature=..., sections=(2, 1, 1)),
+    ),
+    (LATENT | {"latent": 16}, refuses_type("latent", latent=16)),
+    (
+        LATENT | {"num_kv_heads": 1},
+        refuses("num_kv_heads", num_kv_heads=1, latent=...),
+    ),
+    (LATENT | {"d_kv": 4}, refuses("d_kv", d_kv=4, latent=...)),
+    (LATENT | {"fused_qkv": True}, refuses("fused_qkv", fused_qkv=True, latent=...)),
+    (LATENT | {"qk_norm": Norm()}, refuses("qk_norm", qk_norm=..., latent=...)),
+    (LATENT | {"v_norm": Norm()}, refuses("v_norm", v_norm=..., latent=...)),
+    (LATENT | {"clip_qkv": 1.0}, refuses("clip_qkv", clip_qkv=1.0, latent=...)),
+    (LATENT | {"head_dim": 2}, refuses("rope_dim", rope_dim=2, head_dim=2)),
+    (
+        LATENT | {"qkv_bias": (True, True, False)},
+        refuses("qkv_bias", qkv_bias=(True, True, False)),
+    ),
+    (LATENT | {"rope": Rope()}, refuses("rope", rope=..., latent=...)),
+    (LATENT | {"rope": Rope(rotary_dim=2)}, refuses("rope", rope=..., latent=...)),
+    (SHARED | {"d_kv": 4}, refuses("d_kv", d_kv=4)),
+    (SHARED | {"fused_qkv": True}, refuses("fused_qkv", fused_qkv=True)),
+    (SHARED | {"v_norm": Norm()}, refuses("v_norm", v_norm=...)),
+    (
+        SHARED | {"qkv_bias": (True, False, True)},
+        refuses("qkv_bias", qkv_bias=(True, False, True)),
+    ),
+    (LATENT | {"shared_kv": True}, refuses("latent", latent=...)),
+    (SHARED | {"shared_kv": 1}, refuses_type("shared_kv", shared_kv=1)),
+    (
+        {"d_model": 8, "num_heads": 2, "context_norm": Norm()},
+        refuses("context_norm", context_norm=...),
+    ),
+    (
+        {"d_model": 8, "num_heads": 2, "context_norm": Norm(over="width"), "gate": Gate()},
+        refuses("gate", gate=..., context_norm=...),
+    ),
+    (
+        LATENT | {"context_norm": Norm(over="width")},
+        refuses("context_norm", context_norm=..., latent=...),
+    ),
+    ({"d_model": 8, "num_heads": 2, "alibi": True}, refuses_type("alibi", alibi=True)),
+    (
+        {"d_model": 8, "num_heads": 2, "relative_bias": 32},
+        refuses_type("relative_bias", relative_bias=32),
+    ),
+    (
+        {"d_model": 8, "num_heads": 2, "alibi": Alibi(), "relative_bias": RelativeBias()},
+        refuses("alibi", alibi=..., relative_bias=...),
+    ),
+    (
+        {"d_model": 8, "num_heads": 2, "relative_bias": GridBias(2, 2), "window_size": 2},
+        refuses("window_size", window_size=2, grid=...),
+    ),
+    (
+        {"d_model": 8, "num_heads": 2, "relative_products": RelativeBias()},
+        refuses_type("relative_products", relative_products=...),
+    ),
+    (
+        {
+            "d_model": 8,
+            "num_heads": 2,
+            "relative_products": RelativeProducts(2, 2),
+            "soft_cap": 2.0,
+        },
+        refuses("soft_cap", soft_cap=2.0),
+    ),
+    (
+        LATENT | {"relative_products": RelativeProducts(2, 2)},
+        refuses("relative_products", relative_products=..., latent=...),
+    ),
+    ({"d_model": 8, "num_heads": 2, "sinks": 1}, refuses_type("sinks", sinks=1)),
+    ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, refuses("clip_qkv", clip_qkv=0.0)),
+    (
+        {"d_model": 8, "num_heads": 2, "clip_qkv": math.nan},
+        refuses("clip_qkv", clip_qkv=math.nan),
+    ),
+    ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, refuses_type("clip_qkv", clip_qkv=True)),
+    ({"d_model": 8, "num_heads": 2, "v_norm": True}, refuses_type("v_norm", v_norm=True)),
+    (
+        {"d_model": 8, "num_heads": 2, "qk_norm": Norm(after_rope=True)},
+        refuses("qk_norm.after_rope", after_rope=True, rope=None),
+    ),
+    (
+        {"d_model": 8, "num_heads": 2, "v_norm": Norm(after_rope=True)},
+        refuses("v_norm", after_rope=True),
+    ),
+]
+
+
+def test_invalid_spec_raises(subtests):
     """Invalid fields and combinations raise an error that names them."""
-    with refusal:
-        AttentionSpec(**keywords)
+    for keywords, refusal in INVALID_SPECS:
+        with subtests.test(str(refusal), keywords=keywords), refusal:
+            AttentionSpec(**keywords)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "refusal"),
-    [
-        ({"kind": "batch"}, refuses("kind", kind="batch")),
-        ({"over": "tokens"}, refuses("over", over="tokens")),
-        ({"weight": True}, refuses("weight", weight=True)),
-        ({"kind": np.array(["rms", "layer"])}, refuses("kind", kind=...)),
-        ({"eps": 0}, refuses("eps", eps=0.0)),
-        ({"eps": "small"}, refuses_type("eps", eps="small")),
-        ({"bias": 1}, refuses_type("bias", bias=1)),
-        ({"bias": True, "weight": None}, refuses("bias", bias=True, weight=None)),
-        ({"per_head": True, "weight": None}, refuses("per_head", per_head=True, weight=None)),
-        ({"per_head": True, "over": "width"}, refuses("per_head", per_head=True, over="width")),
-        (
-            {"after_rope": True, "over": "width"},
-            refuses("after_rope", after_rope=True, over="width"),
-        ),
-    ],
-)
-def test_invalid_norm_raises(keywords, refusal):
+INVALID_NORMS = [
+    ({"kind": "batch"}, refuses("kind", kind="batch")),
+    ({"over": "tokens"}, refuses("over", over="tokens")),
+    ({"weight": True}, refuses("weight", weight=True)),
+    ({"kind": np.array(["rms", "layer"])}, refuses("kind", kind=...)),
+    ({"eps": 0}, refuses("eps", eps=0.0)),
+    ({"eps": "small"}, refuses_type("eps", eps="small")),
+    ({"bias": 1}, refuses_type("bias", bias=1)),
+    ({"bias": True, "weight": None}, refuses("bias", bias=True, weight=None)),
+    ({"per_head": True, "weight": None}, refuses("per_head", per_head=True, weight=None)),
+    ({"per_head": True, "over": "width"}, refuses("per_head", per_head=True, over="width")),
+    (
+        {"after_rope": True, "over": "width"},
+        refuses("after_rope", after_rope=True, over="width"),
+    ),
+]
+
+
+def test_invalid_norm_raises(subtests):
     """Invalid fields and combinations of `Norm` raise an error that names them."""
-    with refusal:
-        Norm(**keywords)
+    for keywords, refusal in INVALID_NORMS:
+        with subtests.test(str(refusal), keywords=keywords), refusal:
+            Norm(**keywords)
 
 
 def test_norms_have_their_parameters():
@@ -939,77 +939,77 @@ def test_json_of_invalid_scaling_raises(scaling, refusal):
         )
 
 
-@pytest.mark.parametrize(
-    ("make", "refusal"),
-    [
-        (lambda: Rope(scaling=8.0), refuses_type("scaling", scaling=8.0)),
-        (lambda: Rope(rotary_dim=3), refuses("rotary_dim", rotary_dim=3)),
-        (lambda: Rope(rotary_dim=4.0), refuses_type("rotary_dim", rotary_dim=4.0)),
-        (lambda: Rope(rotated="middle"), refuses("rotated", rotated="middle")),
-        (lambda: Rope(pairs="odd"), refuses("pairs", pairs="odd")),
-        (lambda: Rope(section_order="x"), refuses("section_order", section_order="x")),
-        (
-            lambda: Rope(section_frequencies="x"),
-            refuses("section_frequencies", section_frequencies="x"),
-        ),
-        (lambda: Rope(section_frequencies="own"), refuses("sections", sections=None)),
-        (
-            lambda: Rope(sections=(3, 1), section_frequencies="strided"),
-            refuses("sections", sections=(3, 1)),
-        ),
-        (
-            lambda: Rope(scaling=LinearScaling(4.0), sections=(2, 2), section_frequencies="own"),
-            refuses("scaling", scaling=LinearScaling(4.0)),
-        ),
-        (lambda: Rope(pairs=np.array([1, 2])), refuses("pairs", pairs=...)),
-        (lambda: Rope(10**400), refuses("theta", theta=...)),
-        (lambda: Rope(sections=3), refuses_type("sections", sections=3)),
-        (lambda: Rope(sections=(4,)), refuses("sections", sections=(4,))),
-        (lambda: Rope(sections=(2, 0)), refuses("sections", sections=0)),
-        (
-            lambda: Rope(rotary_dim=4, scaling=ProportionalScaling(0.5)),
-            refuses("rotary_dim", rotary_dim=4),
-        ),
-        (lambda: LinearScaling(0.0), refuses("factor", factor=0.0)),
-        (lambda: LinearScaling("2"), refuses_type("factor", factor="2")),
-        (lambda: DynamicScaling(2.0, 8.0), refuses_type("original_length", original_length=8.0)),
-        (
-            lambda: Llama3Scaling(8.0, 64, 4.0, 4.0),
-            refuses("high_freq_factor", high_freq_factor=4.0, low_freq_factor=4.0),
-        ),
-        (
-            lambda: YarnScaling(4.0, 64, 1.0, 1.0),
-            refuses("beta_fast", beta_fast=1.0, beta_slow=1.0),
-        ),
-        (
-            lambda: YarnScaling(4.0, 64, mscale=1.0),
-            refuses("mscale and mscale_all_dim", mscale=1.0, mscale_all_dim=None),
-        ),
-        (
-            lambda: YarnScaling(4.0, 64, attention_factor=1.0, mscale=1.0, mscale_all_dim=1.0),
-            refuses("attention_factor", attention_factor=1.0, mscale=1.0),
-        ),
-        (lambda: YarnScaling(4.0, 64, truncate=1), refuses_type("truncate", truncate=1)),
-        (lambda: LongRopeScaling(4.0, 8, (1.0,), (1.0, 2.0)), refuses("short_factors", "1 and 2")),
-        (
-            lambda: LongRopeScaling(4.0, 8, 1.0, (1.0,)),
-            refuses_type("short_factors", short_factors=1.0),
-        ),
-        (
-            lambda: LongRopeScaling(4.0, 8, (-1.0,), (1.0,)),
-            refuses("short_factors", short_factors=-1.0),
-        ),
-        (
-            lambda: LongRopeScaling(4.0, 1, (1.0,), (1.0,)),
-            refuses("original_length", original_length=1),
-        ),
-        (lambda: ProportionalScaling(1.5), refuses("fraction", fraction=1.5)),
-    ],
-)
-def test_invalid_rope_raises(make, refusal):
+INVALID_ROPES = [
+    (lambda: Rope(scaling=8.0), refuses_type("scaling", scaling=8.0)),
+    (lambda: Rope(rotary_dim=3), refuses("rotary_dim", rotary_dim=3)),
+    (lambda: Rope(rotary_dim=4.0), refuses_type("rotary_dim", rotary_dim=4.0)),
+    (lambda: Rope(rotated="middle"), refuses("rotated", rotated="middle")),
+    (lambda: Rope(pairs="odd"), refuses("pairs", pairs="odd")),
+    (lambda: Rope(section_order="x"), refuses("section_order", section_order="x")),
+    (
+        lambda: Rope(section_frequencies="x"),
+        refuses("section_frequencies", section_frequencies="x"),
+    ),
+    (lambda: Rope(section_frequencies="own"), refuses("sections", sections=None)),
+    (
+        lambda: Rope(sections=(3, 1), section_frequencies="strided"),
+        refuses("sections", sections=(3, 1)),
+    ),
+    (
+        lambda: Rope(scaling=LinearScaling(4.0), sections=(2, 2), section_frequencies="own"),
+        refuses("scaling", scaling=LinearScaling(4.0)),
+    ),
+    (lambda: Rope(pairs=np.array([1, 2])), refuses("pairs", pairs=...)),
+    (lambda: Rope(10**400), refuses("theta", theta=...)),
+    (lambda: Rope(sections=3), refuses_type("sections", sections=3)),
+    (lambda: Rope(sections=(4,)), refuses("sections", sections=(4,))),
+    (lambda: Rope(sections=(2, 0)), refuses("sections", sections=0)),
+    (
+        lambda: Rope(rotary_dim=4, scaling=ProportionalScaling(0.5)),
+        refuses("rotary_dim", rotary_dim=4),
+    ),
+    (lambda: LinearScaling(0.0), refuses("factor", factor=0.0)),
+    (lambda: LinearScaling("2"), refuses_type("factor", factor="2")),
+    (lambda: DynamicScaling(2.0, 8.0), refuses_type("original_length", original_length=8.0)),
+    (
+        lambda: Llama3Scaling(8.0, 64, 4.0, 4.0),
+        refuses("high_freq_factor", high_freq_factor=4.0, low_freq_factor=4.0),
+    ),
+    (
+        lambda: YarnScaling(4.0, 64, 1.0, 1.0),
+        refuses("beta_fast", beta_fast=1.0, beta_slow=1.0),
+    ),
+    (
+        lambda: YarnScaling(4.0, 64, mscale=1.0),
+        refuses("mscale and mscale_all_dim", mscale=1.0, mscale_all_dim=None),
+    ),
+    (
+        lambda: YarnScaling(4.0, 64, attention_factor=1.0, mscale=1.0, mscale_all_dim=1.0),
+        refuses("attention_factor", attention_factor=1.0, mscale=1.0),
+    ),
+    (lambda: YarnScaling(4.0, 64, truncate=1), refuses_type("truncate", truncate=1)),
+    (lambda: LongRopeScaling(4.0, 8, (1.0,), (1.0, 2.0)), refuses("short_factors", "1 and 2")),
+    (
+        lambda: LongRopeScaling(4.0, 8, 1.0, (1.0,)),
+        refuses_type("short_factors", short_factors=1.0),
+    ),
+    (
+        lambda: LongRopeScaling(4.0, 8, (-1.0,), (1.0,)),
+        refuses("short_factors", short_factors=-1.0),
+    ),
+    (
+        lambda: LongRopeScaling(4.0, 1, (1.0,), (1.0,)),
+        refuses("original_length", original_length=1),
+    ),
+    (lambda: ProportionalScaling(1.5), refuses("fraction", fraction=1.5)),
+]
+
+
+def test_invalid_rope_raises(subtests):
     """Invalid fields and combinations of RoPE and its scalings raise an error that names them."""
-    with refusal:
-        make()
+    for make, refusal in INVALID_ROPES:
+        with subtests.test(str(refusal)), refusal:
+            make()
 
 
 @pytest.mark.parametrize(

@@ -151,14 +151,13 @@ CONFIGS = {
 KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_invalid_spec_raises(name):
+def test_invalid_spec_raises(subtests):
     """An invalid field of a specification, or a combination of fields,
     raises an error with its name.
     """
-    keywords, refusal = CONFIGS[name]
-    with refusal:
-        AttentionSpec(**{"d_model": 8, "num_heads": 2, **keywords})
+    for name, (keywords, refusal) in CONFIGS.items():
+        with subtests.test(name), refusal:
+            AttentionSpec(**{"d_model": 8, "num_heads": 2, **keywords})
 
 
 THETAS = {

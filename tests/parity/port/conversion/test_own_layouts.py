@@ -651,18 +651,18 @@ BAD = {
 """Bad tables: the key that the message names, and a word about allowed values."""
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_table_names_key_and_rule(case):
+def test_bad_table_names_key_and_rule(subtests):
     """A bad table raises one line with its key and what is allowed, and registers nothing."""
-    table, key, allowed = BAD[case]
-    with pytest.raises(InputError) as refusal:
-        register_layout(table)
-    error = refusal.value
-    assert error.argument.encode("unicode_escape").decode() == f"the key {key}"
-    assert allowed in f"{error.rule}; {error.hint}"
-    assert str(error).isprintable()
-    assert error.where
-    assert "own" not in LAYOUTS
+    for name, (table, key, allowed) in BAD.items():
+        with subtests.test(name):
+            with pytest.raises(InputError) as refusal:
+                register_layout(table)
+            error = refusal.value
+            assert error.argument.encode("unicode_escape").decode() == f"the key {key}"
+            assert allowed in f"{error.rule}; {error.hint}"
+            assert str(error).isprintable()
+            assert error.where
+            assert "own" not in LAYOUTS
 
 
 @pytest.mark.parametrize(

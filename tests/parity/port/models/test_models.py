@@ -1217,14 +1217,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_configuration_raises(name):
+def test_unsupported_configuration_raises(subtests):
     """Unknown families, keys, parts and values about attention
     raise an error with the expected fields.
     """
-    told, refusal = REFUSED[name]
-    with refusal:
-        specs_of({**LLAMA, **told})
+    for name, (keys, refusal) in REFUSED.items():
+        with subtests.test(name), refusal:
+            specs_of({**LLAMA, **keys})
 
 
 @pytest.mark.parametrize(
