@@ -1,5 +1,5 @@
-"""A pytest plugin of `tools/mutants`: records the lines that each test runs, or runs tests under
-each mutant.
+"""A pytest plugin of `tools/mutants`: records the mutants whose statements each test runs, or runs
+tests under each mutant.
 
 A server collects all tests once. For each request it forks; the child gives functions the code of
 the mutant, runs the tests, and answers with the first failure. Code that runs at import cannot be
@@ -25,24 +25,7 @@ FOLDER = os.environ["MUTANTS_FOLDER"]
 # ---- The map -------------------------------------------------------------------------------------
 
 if "MUTANTS_MAP" in os.environ:
-    import coverage
-
-    measured = coverage.Coverage(
-        data_file=os.path.join(FOLDER, f"lines-{os.getpid()}"),
-        source_pkgs=os.environ["MUTANTS_MAP"].split(),
-        config_file=False,
-        messages=False,
-    )
-    measured.start()
-    # Python processes that a test starts measure themselves: coverage reads this first.
-    CHILDREN = os.path.join(FOLDER, "children.ini")
-    with open(CHILDREN, "w") as file:
-        file.write(
-            f"[run]\ndata_file = {FOLDER}/lines-child\nsource_pkgs = "
-            f"{', '.join(os.environ['MUTANTS_MAP'].split())}\n"
-            "context = ${MUTANTS_TEST}\nparallel = true\npatch = _exit\nsigterm = true\n"
-            "disable_warnings = no-data-collected\n"
-        )
+    from mutants_probes import reached
 
     def _processor() -> tuple[float, float]:
         times = os.times()
@@ -50,23 +33,15 @@ if "MUTANTS_MAP" in os.environ:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(item, nextitem):
-        measured.switch_context(item.nodeid)
-        os.environ |= {"COVERAGE_PROCESS_START": CHILDREN, "MUTANTS_TEST": item.nodeid}
+        reached.clear()
+        os.environ["MUTANTS_TEST"] = item.nodeid
         own, others = _processor()
         yield
-        del os.environ["COVERAGE_PROCESS_START"]
+        del os.environ["MUTANTS_TEST"]
         now = _processor()
-        measured.switch_context("")
-        tier = next(
-            (name for name in ("thorough", "nightly") if item.get_closest_marker(name)), "short"
-        )
-        row = [item.nodeid, now[0] - own, now[1] - others, tier]
-        with open(os.path.join(FOLDER, f"times-{os.getpid()}"), "a") as file:
+        row = [item.nodeid, now[0] - own, now[1] - others, sorted(reached)]
+        with open(os.path.join(FOLDER, f"tests-{os.getpid()}"), "a") as file:
             file.write(json.dumps(row) + "\n")
-
-    def pytest_unconfigure(config):
-        measured.stop()
-        measured.save()
 
 
 # ---- The server ----------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Tests of the scripts that `make` uses."""
 
+import ast
+import builtins
+import importlib
 import importlib.machinery
 import importlib.util
 import json
@@ -429,11 +432,11 @@ STARTS = """
 import subprocess
 import sys
 
-import other
+from package import other
 
 
 def test_of_a_process():
-    subprocess.run([sys.executable, "-c", "import m; m.f(5)"], check=True)
+    subprocess.run([sys.executable, "-c", "from package import m; m.f(5)"], check=True)
 
 
 def test_of_its_own_process():
@@ -443,20 +446,66 @@ def test_of_its_own_process():
 
 @pytest.mark.costly("the tool starts pytest")
 @pytest.mark.thorough
-def test_map_has_lines_of_subprocesses(mutants, tmp_path, monkeypatch):
-    """The map has, for each line, the tests whose process or subprocess may run it."""
-    (tmp_path / "m.py").write_text("def f(a):\n    if a < 2:\n        return 1\n    return 2\n")
-    (tmp_path / "other.py").write_text("def g():\n    return 1\n")
+def test_map_has_tests_of_each_mutant(mutants, tmp_path, monkeypatch):
+    """The map has, for each mutant, the tests whose process or subprocess reaches its statement."""
+    source = "def f(a):\n    if a < 2:\n        return 1\n    return 2\n"
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "m.py").write_text(source)
+    (package / "other.py").write_text("def g():\n    return 1\n")
     (tmp_path / "test_starts.py").write_text(STARTS)
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     monkeypatch.setattr(mutants, "BUILD", tmp_path / "build")
     command = (sys.executable, "-m", "pytest", "--rootdir", ".", "-p", "no:cacheprovider")
-    suite = mutants.Suite("main", command, ("test_starts.py",), ("m", "other"))
-    mutants.make_map(suite)
-    lines = mutants.Map(suite)
+    suite = mutants.Suite("main", command, ("test_starts.py",), ("package",))
+    made = [*mutants.mutants_of("package/m.py"), *mutants.mutants_of("package/other.py")]
+    mutants.make_map(suite, "short", made)
+    by_mutant = mutants.Map(suite)
     process, own = "test_starts.py::test_of_a_process", "test_starts.py::test_of_its_own_process"
-    made = [*mutants.mutants_of("m.py"), *mutants.mutants_of("other.py")]
-    # Line 3 runs in no test, but tests that run line 2 may run it with a mutant. Other tests of
-    # the file may also do so, depending on the result of a process.
-    expected = {("m.py", line): {process, own} for line in (2, 3, 4)} | {("other.py", 2): {own}}
-    assert {(each.path, each.line): {*lines.tests_of(each)} for each in made} == expected
+    # Other tests of the file may depend on the result of a process.
+    of_process = {("package/m.py", line): {process, own} for line in (2, 4)}
+    # No test reaches line 3: those that reach other lines of its folder are near.
+    expected = {**of_process, ("package/m.py", 3): {process, own}, ("package/other.py", 2): {own}}
+    tests = {(each.path, each.line): {*by_mutant.tests_of(each)} for each in made}
+    assert tests == expected
+
+
+def test_unmapped_mutant_raises(mutants, tmp_path, monkeypatch):
+    """A mutant that the map was made without raises an error, since no test would be known."""
+    monkeypatch.setattr(mutants, "BUILD", tmp_path)
+    mutant = next(mutants.mutants_of("mha_spec/errors.py"))
+    with pytest.raises(ValueError, match="is in no map"):
+        mutants.Map(mutants.SUITES[0]).tests_of(mutant)
+
+
+def test_probes_keep_what_code_does(tmp_path, monkeypatch):
+    """A probe runs before its statement, also in a branch and at import; docstrings stay."""
+    places = {"if": ["m.py", 4], "else": ["m.py", 7], "import": ["m.py", 1]}
+    (tmp_path / "places.json").write_text(json.dumps(places))
+    monkeypatch.setenv("MUTANTS_FOLDER", str(tmp_path))
+    monkeypatch.setenv("MUTANTS_MAP", str(tmp_path))
+    monkeypatch.delenv("MUTANTS_TEST", raising=False)
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    monkeypatch.setattr(builtins, "mutants_reach", None, raising=False)
+    monkeypatch.syspath_prepend(str(FIND.parent))
+    probes = importlib.import_module("mutants_probes")
+    monkeypatch.delitem(sys.modules, "mutants_probes")
+    source = '''ONE = 1
+def f(a):
+    """Text."""
+    if a < 2:
+        return ONE
+    elif a < 3:
+        return 2
+    return 3
+'''
+    tree = ast.parse(source)
+    tree = probes.Probes(tree, {"if": 4, "else": 7, "import": 1}).visit(tree)
+    names = {}
+    exec(compile(tree, "m.py", "exec"), names)
+    f = names["f"]
+    assert f.__doc__ == "Text."
+    assert (f(1), f(3)) == (1, 3)
+    assert probes.reached == {"if", "import"}
+    assert f(2) == 2
+    assert probes.reached == {"if", "else", "import"}
