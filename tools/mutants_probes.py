@@ -15,6 +15,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 
 FOLDER = os.environ["MUTANTS_FOLDER"]
 ROOT = os.environ["MUTANTS_MAP"]
@@ -31,7 +32,8 @@ def reach(mutant: str) -> None:
         return
     reached.add(mutant)
     if TEST is not None:
-        with open(os.path.join(FOLDER, f"child-{os.getpid()}"), "a") as file:
+        # A test may limit the size of files.
+        with suppress(OSError), open(os.path.join(FOLDER, f"child-{os.getpid()}"), "a") as file:
             file.write(json.dumps([TEST, mutant]) + "\n")
 
 
