@@ -14,6 +14,7 @@ import json
 import os
 import select
 import signal
+import warnings
 from collections import defaultdict
 from contextlib import suppress
 from types import CodeType, FunctionType
@@ -72,7 +73,10 @@ else:
         if unknown:
             return {"cannot": f"no such tests: {unknown[:3]}"}
         read, write = os.pipe()
-        child = os.fork()
+        with warnings.catch_warnings():
+            # JAX warns of any fork; as an error it would be that of the first test.
+            warnings.simplefilter("ignore")
+            child = os.fork()
         if not child:
             os.setpgid(0, 0)
             os.close(read)
