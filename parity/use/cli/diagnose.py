@@ -8,16 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from parity.measure.text import counted
 from parity.use.cli.help import Page, Result
 from parity.use.cli.layers import (
     ASSUMED_CAUSAL,
     add_layer_options,
-    layer_options,
     pairs_of_layers,
     status_of,
 )
-from parity.use.cli.messages import refusal
-from parity.use.cli.options import add_causal_option, add_params_option
+from parity.use.cli.messages import refusal, warn
+from parity.use.cli.options import add_causal_option, add_params_option, check_range, size_list
+from parity.use.cli.own_layer import own_layer
 from parity.use.cli.paths import kind_of
 from parity.use.cli.reports import add_html_option, attention_maps, write_page
 
@@ -26,21 +27,21 @@ if TYPE_CHECKING:
 
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.explain.diagnosis.weights.differences import WeightsComparison
-    from parity.measure.core.problem import Problem
     from parity.use.running.report import Report
 
 PAGE = Page(
     "name the wrong layer, the wrong stage and the bug",
     "Find out why an implementation differs from the reference. The result is the known bug, or "
     "the two, that explain the difference.",
-    "mha-parity diagnose my_package.attention:attention --weights layer.safetensors",
+    "mha-parity diagnose my_port:layer --model checkpoints/llama --layer 3",
     "nothing differs by more than rounding",
     "something differs",
     forms=(
         (
-            "PKG.MODULE:FUNCTION --weights FILE",
-            "your function, with the weights that it should have",
+            "MODULE:FUNCTION --model FOLDER --layer 3",
+            "your layer, and the model that it is part of",
         ),
+        ("MODULE:FUNCTION --weights FILE", "your layer, and the file of its right weights"),
         ("TRACE", "a trace that `run --save-traces` wrote"),
         ("TRACE TRACE", "two traces of one case"),
         ("FILE FILE", "two files of weights"),
@@ -61,17 +62,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="FILE",
-        help="correct weights of the function, or of the layer that ranks divide",
+        help="right weights of your function, or of the layer that ranks divide",
     )
     parser.add_argument(
-        "--model", metavar="FOLDER", help="model of the recordings, with config.json and weights"
+        "--model",
+        metavar="FOLDER",
+        help="model of your function or of recordings, with config.json and weights",
     )
-    parser.add_argument(
+    function = parser.add_argument_group("your function")
+    function.add_argument(
+        "--layer", type=int, metavar="N", help="number of its layer in --model or --weights"
+    )
+    function.add_argument(
+        "--names",
+        dest="weight_names",
+        metavar="LAYOUT",
+        help=(
+            "names of the weights that it receives: canonical (default), model for those of the "
+            "file, or a layout, such as flax.nnx or the file of a table"
+        ),
+    )
+    function.add_argument(
+        "--chunks",
+        type=size_list,
+        metavar="48,1,1",
+        help=(
+            "call it once for each chunk of so many tokens; its parameter for a cache receives "
+            "what the call before returned second"
+        ),
+    )
+    function.add_argument("--seq-len", type=int, metavar="N", help="tokens to draw; default: 19")
+    function.add_argument(
+        "--input", metavar="NPY", help="its input, (tokens, width) or (B, tokens, width)"
+    )
+    function.add_argument(
+        "--key-input",
+        metavar="NPY",
+        help="with --input: sequence to attend to, for cross-attention",
+    )
+    function.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="limit of the search for bugs, also for traces; inf tries everything; default: 5",
+    )
+    function.add_argument(
         "--framework",
         choices=("torch", "jax", "ttnn"),
-        help="framework of a function, if it cannot be inferred",
+        help="its framework, if it cannot be inferred",
     )
-    add_params_option(parser)
+    add_params_option(function)
     add_causal_option(
         parser, "causal mask of a function or of ranks; default: --causal for self-attention"
     )
@@ -123,18 +163,19 @@ def run(options: argparse.Namespace) -> Result:
     if taps.are_taps(options.files):
         _check_for_recordings(options, inputs)
         return taps.diagnose_recordings(options)
-    if options.model is not None:
-        raise refusal("--model", "be passed with recordings", inputs)
     is_function = _is_function(options.files)
-    if not is_function:
-        needless = _passed({**_of_function(options), "--weights": options.weights})
+    if is_function:
+        _check_for_function(options)
+    else:
+        of_right_layer = {"--weights": options.weights, "--model": options.model}
+        needless = _passed({**_of_function(options), **of_right_layer})
         if needless:
             raise refusal(needless, "be passed with PKG.MODULE:FUNCTION", inputs)
     maps = attention_maps(options)
     if is_function:
         diagnosis, report = _diagnose_function(options, out)
     elif len(options.files) <= 2 and _are_traces(options.files):
-        diagnosis = _diagnose_traces(options.files, out, verbose=options.verbose)
+        diagnosis = _diagnose_traces(options, out)
         report = None if options.html is None else compare_traces(options.files, on_judged=maps)
     elif len(options.files) == 2:
         return _diagnose_weights(options, out)
@@ -146,11 +187,41 @@ def run(options: argparse.Namespace) -> Result:
     return 1 if diagnosis.is_wrong else 0, diagnosis
 
 
+def _check_for_function(options: argparse.Namespace) -> None:
+    """Reject options of a function that contradict each other."""
+    from parity.use.running.models import LONGEST
+
+    if options.weights is not None and options.model is not None:
+        raise refusal("--weights", "not be combined with --model")
+    if options.seq_len is not None:
+        if options.input is not None or options.chunks is not None:
+            raise refusal("--seq-len", "not be combined with --input or --chunks")
+        check_range(options, "seq_len", 1, LONGEST)
+    if options.chunks is not None and sum(options.chunks) > LONGEST:
+        rule = f"have at most {LONGEST} tokens"
+        raise refusal("--chunks", rule, {"--chunks": sum(options.chunks)})
+    if options.key_input is not None and options.input is None:
+        raise refusal("--key-input", "be passed with --input")
+
+
+def _seconds(options: argparse.Namespace) -> float:
+    """Return the limit of the search for bugs."""
+    from parity.explain.diagnosis.diagnose import SECONDS
+
+    if options.seconds is None:
+        return SECONDS
+    if not options.seconds > 0:
+        raise refusal("--seconds", "be above 0", {"--seconds": options.seconds})
+    return options.seconds
+
+
 def _check_for_ranks(options: argparse.Namespace, inputs: str) -> None:
     """Reject options that do not concern the stages of ranks."""
-    for flag, value in {"--framework": options.framework, "--params": options.params}.items():
-        if value is not None:
-            raise refusal(flag, "be passed with PKG.MODULE:FUNCTION", inputs)
+    # Ranks also may be causal or not.
+    of_function = {**_of_function(options), "--causal": None, "--seconds": options.seconds}
+    needless = _passed({**of_function, "--model": options.model})
+    if needless:
+        raise refusal(needless, "be passed with PKG.MODULE:FUNCTION", inputs)
     if options.html is not None:
         raise refusal("--html", "be left out with --mesh")
 
@@ -161,7 +232,7 @@ def _check_for_recordings(options: argparse.Namespace, inputs: str) -> None:
         hint = "--model has the folder of their model"
         raise refusal("--weights", "be left out for recordings", inputs, hint=hint)
     of_files = {"--from": options.layouts or None, "--prefix": options.prefix or None}
-    needless = _passed({**_of_function(options), **of_files})
+    needless = _passed({**_of_function(options), **of_files, "--seconds": options.seconds})
     if needless:
         raise refusal(needless, "be left out for recordings", inputs)
 
@@ -169,6 +240,12 @@ def _check_for_recordings(options: argparse.Namespace, inputs: str) -> None:
 def _of_function(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options that only a function has, with their values."""
     return {
+        "--layer": options.layer,
+        "--names": options.weight_names,
+        "--chunks": options.chunks,
+        "--seq-len": options.seq_len,
+        "--input": options.input,
+        "--key-input": options.key_input,
         "--framework": options.framework,
         "--params": options.params,
         "--causal": options.causal,
@@ -196,6 +273,8 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
 
     if options.html is not None:
         raise refusal("--html", "be left out for weight files")
+    if options.seconds is not None:
+        raise refusal("--seconds", "be left out for weight files")
     diagnosis = Diagnosis()
     shown: WeightsComparison | None = None
     with pairs_of_layers(options) as pairs:
@@ -229,7 +308,7 @@ def _are_traces(files: Sequence[str]) -> bool:
     return all(kinds)
 
 
-def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Diagnosis:
+def _diagnose_traces(options: argparse.Namespace, out: Console) -> Diagnosis:
     """Return the diagnosis of one trace, or of the one of two whose first wrong stage comes
     first.
     """
@@ -238,6 +317,7 @@ def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Di
     from parity.use.reporting.diagnosis import print_divergence
     from parity.use.running.traces import load_trace
 
+    files = options.files
     traces = [load_trace(path) for path in files]
     if len({trace.problem.digest for trace in traces}) > 1:
         raise refusal("traces", "be of one case and dtype", " ".join(files))
@@ -249,15 +329,17 @@ def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Di
         ]
     sides = judge_together(traces)
     if len(traces) > 1:
-        print_divergence(sides, distances(traces[0], traces[1], sides), out, verbose=verbose)
+        print_divergence(
+            sides, distances(traces[0], traces[1], sides), out, verbose=options.verbose
+        )
     else:
         difference = first_difference(sides[0])
         if difference is not None:
             title, _, numbers = str(difference).partition("\n")
             out.print(title, style="red", soft_wrap=True)
-            if verbose:
+            if options.verbose:
                 out.print(numbers, soft_wrap=True)
-    return diagnose_worst(traces, sides)
+    return diagnose_worst(traces, sides, _seconds(options))
 
 
 def _diagnose_function(
@@ -267,23 +349,25 @@ def _diagnose_function(
 
     Prints that the function is assumed to be causal, and what would be found if it is not.
     """
-    from parity.explain.diagnosis.diagnose import SECONDS, diagnose, observe
+    from parity.explain.diagnosis.diagnose import diagnose, observe
     from parity.measure.backends import FRAMEWORKS, load_backend
+    from parity.use.running.lengths import not_exercised
     from parity.use.running.report import report_of_stages
 
-    function, problem, framework = _function(options)
+    function, problem, framework, is_causal_known = own_layer(options)
     case = problem.case
     # A layer may keep state under these settings, such as a compiled program, for both calls.
     with load_backend(FRAMEWORKS[framework]).lock(problem.dtype) as settings:
         arithmetic = settings.get("arithmetic", "ieee")
         observed = observe(function, problem, framework)
-        diagnosis = diagnose(observed, problem, arithmetic=arithmetic)
+        seconds = _seconds(options)
+        diagnosis = diagnose(observed, problem, arithmetic=arithmetic, seconds=seconds)
         report = None
         if options.html is not None:
             report = report_of_stages(
                 options.files[0], framework, observed, problem, arithmetic, diagnosis
             )
-        is_assumed = case.is_causal and options.causal is None
+        is_assumed = case.is_causal and not is_causal_known
         if is_assumed:
             out.print(f"{options.files[0]} {ASSUMED_CAUSAL}", soft_wrap=True, highlight=False)
         if is_assumed and diagnosis.is_wrong:
@@ -291,12 +375,15 @@ def _diagnose_function(
             observed = observe(function, not_causal, framework)
             # Known bugs are tried at once. The slow search is worth its time only if something is
             # still unknown.
-            seconds = SECONDS if diagnosis.unnamed else 0.0
-            other = diagnose(observed, not_causal, arithmetic=arithmetic, seconds=seconds)
+            more = seconds if diagnosis.unnamed else 0.0
+            other = diagnose(observed, not_causal, arithmetic=arithmetic, seconds=more)
             words = _in_words(other)
             if words and words != _in_words(diagnosis):
                 text = f"with --no-causal, {words}"
                 out.print(text, style="bold", soft_wrap=True, highlight=False)
+    for feature in not_exercised([(options.files[0], case.spec)], case.seq_len, [problem.dtype]):
+        num_tokens = counted(case.seq_len, "token")
+        warn(f"not exercised by {num_tokens}: {feature.what}; {feature.needed} tokens would")
     return diagnosis, report
 
 
@@ -312,37 +399,3 @@ def _in_words(diagnosis: Diagnosis) -> str:
     if not names:
         return ""
     return f"known bugs explain every difference: {', '.join(names)}"
-
-
-def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
-    """Return a function, probe inputs with its correct weights, and its framework."""
-    from parity.explain.conformance.discover import framework_of, load_callable, load_params, made
-    from parity.explain.conformance.functional import check_has_weights
-    from parity.explain.diagnosis.weights.verify import probe_case
-    from parity.measure.backends import FRAMEWORKS, why_missing
-    from parity.measure.core.problem import make_problem
-    from parity.port.conversion.convert import load
-
-    name = options.files[0]
-    if options.weights is None:
-        rule = f"be passed for a function: the file of the correct weights of {name}"
-        raise refusal("--weights", rule)
-    function = load_callable(name)
-    if isinstance(function, type):
-        raise refusal(name, "be a function, or an instance of a layer", "a class")
-    params = load_params(options.params) if options.params else None
-    function = made(function, name, params)
-    check_has_weights(function, name)
-    framework = options.framework or framework_of(function)
-    if framework is None:
-        rule = f"be the framework of {name}, one of {', '.join(FRAMEWORKS)}"
-        raise refusal("--framework", rule)
-    reason = why_missing(FRAMEWORKS[framework])
-    if reason:
-        raise ModuleNotFoundError(reason)
-    layout = options.layouts[0] if options.layouts else None
-    prefix = options.prefix[0] if options.prefix else None
-    weights, spec = load(options.weights, layout, prefix=prefix, **layer_options(options))
-    case = probe_case("diagnose", spec, is_causal=options.causal)
-    dtype = "bfloat16" if framework == "ttnn" else "float32"  # the dtype of its fused kernels
-    return function, make_problem(case, dtype, weights), framework

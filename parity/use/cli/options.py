@@ -33,7 +33,7 @@ OTHER_ARGUMENTS = {
 }
 """Arguments of these functions that are options of other names."""
 
-LAYOUT_OPTIONS = ("layout_files", "layout", "layouts", "to", "layout_name")
+LAYOUT_OPTIONS = ("layout_files", "layout", "layouts", "to", "layout_name", "weight_names")
 """Options and positional arguments that name layouts, or files with their tables."""
 
 SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -57,6 +57,10 @@ def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
         flags |= {"source": "--from", "layout": "--from"}
     if hasattr(options, "to"):
         flags |= {"target": "--to"}
+    if hasattr(options, "weight_names"):
+        flags |= {"target": "--names"}
+    if hasattr(options, "layer"):
+        flags |= {"layers": "--layer"}
 
     def rename(name: str, value: Any) -> tuple[str, Any]:
         if name == "keep_rest":
@@ -133,7 +137,7 @@ def add_backend_options(parser: argparse._ActionsContainer, backends: Iterable[s
     parser.add_argument("--grad", action="store_true", help="also compare gradients")
 
 
-def add_params_option(parser: argparse.ArgumentParser) -> None:
+def add_params_option(parser: argparse._ActionsContainer) -> None:
     """Add the option for the weights of a function that accepts them as an argument."""
     parser.add_argument(
         "--params",
@@ -209,6 +213,16 @@ def range_list(text: str) -> list[int]:
         if numbers:
             return numbers
     raise argparse.ArgumentTypeError(f"must be numbers and ranges, such as 0,5-7, got {text}")
+
+
+def size_list(text: str) -> list[int]:
+    """Parse positive numbers with commas between them: `48,1,1`."""
+    sizes: list[int] = []
+    with suppress(ValueError):
+        sizes = [int(word) for word in text.split(",")]
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"must be positive numbers, such as 48,1,1, got {text}")
+    return sizes
 
 
 def check_range(options: argparse.Namespace, name: str, least: int, most: float = math.inf) -> None:
