@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from parity.measure.text import counted
-from parity.use.cli.help import Page, Result
+from parity.use.cli.command import Options, Result, argument, command, group, option
 from parity.use.cli.layers import (
     ASSUMED_CAUSAL,
-    add_layer_options,
     pairs_of_layers,
     status_of,
+    weight_options,
 )
-from parity.use.cli.messages import refusal, warn
-from parity.use.cli.options import add_causal_option, add_params_option, check_range, size_list
+from parity.use.cli.messages import contradiction, refusal, requires, warn
+from parity.use.cli.options import Framework, causal_option, check_range, params_option, size_list
 from parity.use.cli.own_layer import own_layer
 from parity.use.cli.paths import kind_of
-from parity.use.cli.reports import add_html_option, attention_maps, write_page
+from parity.use.cli.reports import attention_maps, html_option, write_page
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,13 +28,16 @@ if TYPE_CHECKING:
     from parity.explain.diagnosis.weights.differences import WeightsComparison
     from parity.use.running.report import Report
 
-PAGE = Page(
+
+@command(
     "name the wrong layer, the wrong stage and the bug",
-    "Find out why an implementation differs from the reference. The result is the known bug, or "
-    "the two, that explain the difference.",
-    "mha-parity diagnose my_port:layer --model checkpoints/llama --layer 3",
-    "nothing differs by more than rounding",
-    "something differs",
+    about=(
+        "Find out why an implementation differs from the reference. The result is the known bug, "
+        "or the two, that explain the difference."
+    ),
+    example="mha-parity diagnose my_port:layer --model checkpoints/llama --layer 3",
+    well="nothing differs by more than rounding",
+    wrong="something differs",
     forms=(
         (
             "MODULE:FUNCTION --model FOLDER --layer 3",
@@ -50,39 +52,41 @@ PAGE = Page(
         ("FILE… --mesh tensor=4 --weights FILE", "the stages of each rank"),
     ),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files",
-        nargs="+",
-        metavar="INPUT",
-        help="a function, traces, recordings or weight files: see the forms below",
-    )
-    parser.add_argument(
-        "--weights",
-        metavar="FILE",
-        help="right weights of your function, or of the layer that ranks divide",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="FOLDER",
-        help="model of your function or of recordings, with config.json and weights",
-    )
-    function = parser.add_argument_group("your function")
-    function.add_argument(
-        "--layer", type=int, metavar="N", help="number of its layer in --model or --weights"
-    )
-    function.add_argument(
+@argument(
+    "files",
+    nargs=-1,
+    required=True,
+    metavar="INPUT",
+    help="a function, traces, recordings or weight files: see the forms below",
+)
+@option(
+    "--weights",
+    metavar="FILE",
+    help="right weights of your function, or of the layer that ranks divide",
+)
+@option(
+    "--model",
+    metavar="FOLDER",
+    help="model of your function or of recordings, with config.json and weights",
+)
+@group(
+    "your function",
+    option(
+        "--layer",
+        type=int,
+        metavar="N",
+        help="number of its layer in --model or --weights",
+    ),
+    option(
         "--names",
-        dest="weight_names",
+        "weight_names",
         metavar="LAYOUT",
         help=(
             "names of the weights that it receives: canonical (default), model for those of the "
             "file, or a layout, such as flax.nnx or the file of a table"
         ),
-    )
-    function.add_argument(
+    ),
+    option(
         "--chunks",
         type=size_list,
         metavar="48,1,1",
@@ -90,63 +94,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "call it once for each chunk of so many tokens; its parameter for a cache receives "
             "what the call before returned second"
         ),
-    )
-    function.add_argument("--seq-len", type=int, metavar="N", help="tokens to draw; default: 19")
-    function.add_argument(
-        "--input", metavar="NPY", help="its input, (tokens, width) or (B, tokens, width)"
-    )
-    function.add_argument(
+    ),
+    option("--seq-len", type=int, metavar="N", help="tokens to draw; default: 19"),
+    option(
+        "--input",
+        metavar="NPY",
+        help="its input, (tokens, width) or (B, tokens, width)",
+    ),
+    option(
         "--key-input",
         metavar="NPY",
         help="with --input: sequence to attend to, for cross-attention",
-    )
-    function.add_argument(
+    ),
+    option(
         "--seconds",
         type=float,
         metavar="S",
         help="limit of the search for bugs, also for traces; inf tries everything; default: 5",
-    )
-    function.add_argument(
+    ),
+    option(
         "--framework",
-        choices=("torch", "jax", "ttnn"),
+        type=Framework(("torch", "jax", "ttnn")),
         help="its framework, if it cannot be inferred",
-    )
-    add_params_option(function)
-    add_causal_option(
-        parser, "causal mask of a function or of ranks; default: --causal for self-attention"
-    )
-    parser.add_argument(
-        "--mesh",
-        metavar="tensor=4",
-        help=(
-            "files are the stages of ranks, in order; ranks divide the heads (tensor) or tokens "
-            "(sequence)"
-        ),
-    )
-    parser.add_argument(
-        "--case",
-        metavar="NAME",
-        help="with --mesh: the case that ranks computed, instead of --weights",
-    )
-    parser.add_argument(
-        "--from",
-        dest="layouts",
-        action="append",
-        default=[],
-        metavar="LAYOUT",
-        help="layout of both weight files, or of each",
-    )
-    add_layer_options(parser, "the layer, in both files or each", many=True)
-    add_html_option(parser)
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="also print alternatives, patterns, nearest bugs and conventions",
-    )
-
-
-def run(options: argparse.Namespace) -> Result:
+    ),
+    params_option(),
+)
+@causal_option("causal mask of a function or of ranks; default: --causal for self-attention")
+@option(
+    "--mesh",
+    metavar="tensor=4",
+    help=(
+        "files are the stages of ranks, in order; ranks divide the heads (tensor) or tokens "
+        "(sequence)"
+    ),
+)
+@option(
+    "--case", metavar="CASE", help="with --mesh: the case that ranks computed, instead of --weights"
+)
+@option(
+    "--from",
+    "layouts",
+    multiple=True,
+    metavar="LAYOUT",
+    help="layout of both weight files, or of each",
+)
+@weight_options("the layer, in both files or each", many=True)
+@html_option()
+def run(options: Options) -> Result:
     """Print what explains a difference."""
     from parity.use.cli import ranks, taps
     from parity.use.reporting.console import console
@@ -159,7 +153,7 @@ def run(options: argparse.Namespace) -> Result:
         _check_for_ranks(options, inputs)
         return ranks.diagnose_division(options)
     if options.case is not None:
-        raise refusal("--case", "be passed with --mesh")
+        raise requires("--case", "--mesh")
     if taps.are_taps(options.files):
         _check_for_recordings(options, inputs)
         return taps.diagnose_recordings(options)
@@ -170,7 +164,7 @@ def run(options: argparse.Namespace) -> Result:
         of_right_layer = {"--weights": options.weights, "--model": options.model}
         needless = _passed({**_of_function(options), **of_right_layer})
         if needless:
-            raise refusal(needless, "be passed with PKG.MODULE:FUNCTION", inputs)
+            raise requires(needless, "MODULE:FUNCTION")
     maps = attention_maps(options)
     if is_function:
         diagnosis, report = _diagnose_function(options, out)
@@ -187,24 +181,24 @@ def run(options: argparse.Namespace) -> Result:
     return 1 if diagnosis.is_wrong else 0, diagnosis
 
 
-def _check_for_function(options: argparse.Namespace) -> None:
+def _check_for_function(options: Options) -> None:
     """Reject options of a function that contradict each other."""
     from parity.use.running.models import LONGEST
 
     if options.weights is not None and options.model is not None:
-        raise refusal("--weights", "not be combined with --model")
+        raise contradiction("--weights", "--model")
     if options.seq_len is not None:
         if options.input is not None or options.chunks is not None:
-            raise refusal("--seq-len", "not be combined with --input or --chunks")
+            raise contradiction("--seq-len", "--input or --chunks")
         check_range(options, "seq_len", 1, LONGEST)
     if options.chunks is not None and sum(options.chunks) > LONGEST:
         rule = f"have at most {LONGEST} tokens"
         raise refusal("--chunks", rule, {"--chunks": sum(options.chunks)})
     if options.key_input is not None and options.input is None:
-        raise refusal("--key-input", "be passed with --input")
+        raise requires("--key-input", "--input")
 
 
-def _seconds(options: argparse.Namespace) -> float:
+def _seconds(options: Options) -> float:
     """Return the limit of the search for bugs."""
     from parity.explain.diagnosis.diagnose import SECONDS
 
@@ -215,18 +209,18 @@ def _seconds(options: argparse.Namespace) -> float:
     return options.seconds
 
 
-def _check_for_ranks(options: argparse.Namespace, inputs: str) -> None:
+def _check_for_ranks(options: Options, inputs: str) -> None:
     """Reject options that do not concern the stages of ranks."""
     # Ranks also may be causal or not.
     of_function = {**_of_function(options), "--causal": None, "--seconds": options.seconds}
     needless = _passed({**of_function, "--model": options.model})
     if needless:
-        raise refusal(needless, "be passed with PKG.MODULE:FUNCTION", inputs)
+        raise requires(needless, "MODULE:FUNCTION")
     if options.html is not None:
         raise refusal("--html", "be left out with --mesh")
 
 
-def _check_for_recordings(options: argparse.Namespace, inputs: str) -> None:
+def _check_for_recordings(options: Options, inputs: str) -> None:
     """Reject options that do not concern recordings."""
     if options.weights is not None:
         hint = "--model has the folder of their model"
@@ -234,10 +228,10 @@ def _check_for_recordings(options: argparse.Namespace, inputs: str) -> None:
     of_files = {"--from": options.layouts or None, "--prefix": options.prefix or None}
     needless = _passed({**_of_function(options), **of_files, "--seconds": options.seconds})
     if needless:
-        raise refusal(needless, "be left out for recordings", inputs)
+        raise contradiction(needless[0], "recordings")
 
 
-def _of_function(options: argparse.Namespace) -> dict[str, Any]:
+def _of_function(options: Options) -> dict[str, Any]:
     """Return the options that only a function has, with their values."""
     return {
         "--layer": options.layer,
@@ -252,9 +246,9 @@ def _of_function(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _passed(values: Mapping[str, Any]) -> str:
-    """Return the options that were passed; empty if none was."""
-    return ", ".join(flag for flag, value in values.items() if value is not None)
+def _passed(values: Mapping[str, Any]) -> list[str]:
+    """Return the options that were passed."""
+    return [flag for flag, value in values.items() if value is not None]
 
 
 def _is_function(files: Sequence[str]) -> bool:
@@ -262,7 +256,7 @@ def _is_function(files: Sequence[str]) -> bool:
     return len(files) == 1 and ":" in files[0] and not Path(files[0]).exists()
 
 
-def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
+def _diagnose_weights(options: Options, out: Console) -> Result:
     """Print how the layers of two files differ and the bug that explains it; of many, the first
     pair that differs.
     """
@@ -308,7 +302,7 @@ def _are_traces(files: Sequence[str]) -> bool:
     return all(kinds)
 
 
-def _diagnose_traces(options: argparse.Namespace, out: Console) -> Diagnosis:
+def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
     """Return the diagnosis of one trace, or of the one of two whose first wrong stage comes
     first.
     """
@@ -342,9 +336,7 @@ def _diagnose_traces(options: argparse.Namespace, out: Console) -> Diagnosis:
     return diagnose_worst(traces, sides, _seconds(options))
 
 
-def _diagnose_function(
-    options: argparse.Namespace, out: Console
-) -> tuple[Diagnosis, Report | None]:
+def _diagnose_function(options: Options, out: Console) -> tuple[Diagnosis, Report | None]:
     """Return the diagnosis of a function, and a report if a page is requested.
 
     Prints that the function is assumed to be causal, and what would be found if it is not.

@@ -4,13 +4,15 @@ have, and its inputs.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import click
+
+from parity.use.cli.command import Options
 from parity.use.cli.layers import layer_options
-from parity.use.cli.messages import refusal
+from parity.use.cli.messages import refusal, requires
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,7 +67,7 @@ class _RightLayer(NamedTuple):
     is_causal_known: bool
 
 
-def own_layer(options: argparse.Namespace) -> OwnLayer:
+def own_layer(options: Options) -> OwnLayer:
     """Return the function of a command line, its right weights and its inputs."""
     from parity.explain.conformance.discover import framework_of
     from parity.measure.backends import FRAMEWORKS, load_backend, why_missing
@@ -73,8 +75,7 @@ def own_layer(options: argparse.Namespace) -> OwnLayer:
     name = options.files[0]
     source = options.weights if options.model is None else options.model
     if source is None:
-        rule = f"be passed for a function: the right weights of {name}"
-        raise refusal("--model or --weights", rule)
+        raise requires(name, "--model or --weights, with the weights of the right layer")
     function, receives_weights = _function(name, options)
     framework = options.framework or framework_of(function)
     if framework is None:
@@ -99,7 +100,7 @@ def own_layer(options: argparse.Namespace) -> OwnLayer:
 # ---- The right layer -----------------------------------------------------------------------------
 
 
-def _right_layer(source: str, options: argparse.Namespace) -> _RightLayer:
+def _right_layer(source: str, options: Options) -> _RightLayer:
     """Read the layer of a file or a model folder."""
     from parity.port.conversion.checkpoint import Checkpoint
     from parity.port.conversion.hints import CALLER, LayerHints
@@ -111,7 +112,7 @@ def _right_layer(source: str, options: argparse.Namespace) -> _RightLayer:
     with Checkpoint.open(source) as checkpoint:
         layers = checkpoint.layers(hints, layout, prefix)
         layers.warn_if_incomplete()
-        layer = _chosen_layer(layers.in_order, source, options.layer)
+        layer = _chosen_layer(layers.in_order, source, options)
         weights, spec = layer.load()
         is_causal = options.causal
         if is_causal is None and layer.model is not None:
@@ -122,26 +123,25 @@ def _right_layer(source: str, options: argparse.Namespace) -> _RightLayer:
     return _RightLayer(weights, spec, tensors, case, received, is_causal is not None)
 
 
-def _chosen_layer(layers: list[FileLayer], source: str, number: int | None) -> FileLayer:
+def _chosen_layer(layers: list[FileLayer], source: str, options: Options) -> FileLayer:
     """Return the layer of a number, or the only one."""
     from parity.use.running.models import chosen_layers, number_of
 
+    number = options.layer
     chosen = layers if number is None else chosen_layers(layers, [number])
     if len(chosen) == 1:
         return chosen[0]
     numbers = sorted({number_of(layer) for layer in chosen})
     if number is None and len(numbers) > 1:
-        rule = f"be passed: {source} has {len(layers)} layers, {numbers[0]} to {numbers[-1]}"
-        raise refusal("--layer", rule)
+        text = f"missing option --layer: {source} has layers {numbers[0]} to {numbers[-1]}"
+        raise click.UsageError(text, options.context)
     remedy = [{"--prefix": layer.label} for layer in chosen]
     raise refusal(
         "--prefix", "select one layer", f"{len(chosen)} of them", remedy=remedy, hint="selects one"
     )
 
 
-def _case(
-    layer: FileLayer, spec: AttentionSpec, is_causal: bool | None, options: argparse.Namespace
-) -> Case:
+def _case(layer: FileLayer, spec: AttentionSpec, is_causal: bool | None, options: Options) -> Case:
     """Return a case for a layer: self-attention, causal unless it is known not to be, or calls that
     append to a cache, or cross-attention.
     """
@@ -154,7 +154,7 @@ def _case(
     spec = replace(spec, dropout=0.0, output_dropout=0.0)
     if options.chunks is not None:
         if layer.is_cross or is_causal is False:
-            raise refusal("--chunks", "be passed with causal self-attention")
+            raise requires("--chunks", "causal self-attention")
         total = sum(options.chunks)
         check_memory(spec, total)
         return Case(
@@ -181,7 +181,7 @@ def _case(
 # ---- Inputs --------------------------------------------------------------------------------------
 
 
-def _problem(right: _RightLayer, dtype: str, options: argparse.Namespace) -> Problem:
+def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
     """Return the weights of a layer and drawn inputs, or those of the files in the options."""
     from parity.explain.diagnosis.attention import input_array, read_array
     from parity.measure.core.problem import make_problem
@@ -198,7 +198,7 @@ def _problem(right: _RightLayer, dtype: str, options: argparse.Namespace) -> Pro
         raise refusal("--chunks", rule, ",".join(map(str, options.chunks)))
     is_cross = case.seq_len_k is not None
     if is_cross and options.key_input is None:
-        raise refusal("--key-input", "be passed with --input for cross-attention")
+        raise requires("--input for cross-attention", "--key-input")
     num_keys = None
     if options.key_input is not None:
         key = input_array("--key-input", read_array(options.key_input), spec.d_kv)
@@ -220,7 +220,7 @@ def _problem(right: _RightLayer, dtype: str, options: argparse.Namespace) -> Pro
 # ---- The function --------------------------------------------------------------------------------
 
 
-def _function(name: str, options: argparse.Namespace) -> tuple[Callable[..., Any], bool]:
+def _function(name: str, options: Options) -> tuple[Callable[..., Any], bool]:
     """Return a function of the user, and whether it receives the right weights.
 
     It does not if it has weights of its own, or those of --params.
@@ -238,8 +238,9 @@ def _function(name: str, options: argparse.Namespace) -> tuple[Callable[..., Any
         if parameter and parameter in required(parameters):
             return target, True
     if options.weight_names is not None:
-        rule = f"be passed with a function that receives its weights, such as {name}(params, x)"
-        raise refusal("--names", rule)
+        raise requires(
+            "--names", f"a function that receives its weights, such as {name}(params, x)"
+        )
     params = None if options.params is None else load_params(options.params)
     return made(target, name, params), False
 

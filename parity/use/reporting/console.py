@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import repeat
 from typing import Any
 
@@ -37,10 +38,29 @@ NARROWEST = 9
 Row = Sequence[str | Text]
 
 
+_color_of_output: ContextVar[str] = ContextVar("_color_of_output", default="auto")
+
+
+@contextmanager
+def colored(when: str) -> Iterator[None]:
+    """Print in color always, never, or on a terminal (auto)."""
+    token = _color_of_output.set(when)
+    try:
+        yield
+    finally:
+        _color_of_output.reset(token)
+
+
 class _Console(Console):
     """A console that ignores Rich's markup and control characters in the text that it prints."""
 
     def __init__(self, **options: Any) -> None:
+        when = _color_of_output.get()
+        if when == "never":
+            options["no_color"] = True
+        elif when == "always":
+            options["color_system"] = "standard"
+            options["no_color"] = False
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.diagnoses import named_bugs
 from helpers.llama_folder import make_model
-from helpers.refusals import refuses
+from helpers.refusals import Misuse, refuses
 from helpers.samples import sample
 from helpers.selection import one_a_code
 
@@ -971,8 +971,8 @@ def test_two_weight_files_are_diagnosed(folder, capsys):
 
 
 def test_verify_names_the_bug(folder, capsys):
-    """verify exits with 1 and names the exchanged k and v."""
-    assert main(["verify", "layer.safetensors", "swapped.safetensors"]) == 1
+    """compare exits with 1 and names the exchanged k and v."""
+    assert main(["compare", "layer.safetensors", "swapped.safetensors"]) == 1
     assert "k_proj and v_proj are exchanged" in capsys.readouterr().out
 
 
@@ -1034,7 +1034,12 @@ def test_weight_files_have_no_page(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        (["a_port:right"], refuses("--model or --weights")),
+        (
+            ["a_port:right"],
+            Misuse(
+                "a_port:right requires --model or --weights, with the weights of the right layer"
+            ),
+        ),
         (["a_port:none", "--weights", "layer.safetensors"], refuses("a_port:none", "'none'")),
         (
             ["no_such:right", "--weights", "layer.safetensors"],
@@ -1054,7 +1059,7 @@ def test_weight_files_have_no_page(folder, capsys):
         (["layer.safetensors"], refuses("INPUT", "layer.safetensors")),
         (
             ["layer.safetensors", "swapped.safetensors", "--no-causal"],
-            refuses("--causal", "swapped.safetensors"),
+            Misuse("--causal requires MODULE:FUNCTION"),
         ),
     ],
 )
@@ -1193,10 +1198,10 @@ def test_own_layer_gets_weights_of_model(own_layer, capsys):
 def test_own_layer_options_are_checked(own_layer, capsys):
     """Options that a layer of the user cannot have exit with 2 and one line that names them."""
     refusals = {
-        "layer --model model": "--layer",
+        "layer --model model": "missing option --layer: model has layers 0 to 1;",
         "layer --model model --layer 2": "--layer",
         "layer --model model --layer 0 --names flax.nxn": "--names",
-        "layer --model model --weights model/model.safetensors": "--weights",
+        "layer --model model --weights model/model.safetensors": "--weights cannot be combined",
         "layer --model model --layer 0 --chunks 0,1": "--chunks",
         "layer --model model --layer 0 --chunks 2,1 --input x.npy": "--chunks",
         "layer --model model --layer 0 --chunks 2,1 --no-causal": "--chunks",

@@ -104,7 +104,7 @@ def metadata(tmp_path, **entries):
     save(tmp_path / "a.safetensors", random_weights(SPEC), SPEC)
     tensors, own = load_tensors(tmp_path / "a.safetensors")
     save_tensors(tmp_path / "a.safetensors", tensors, {**own, **entries})
-    return ["verify", tmp_path / "a.safetensors", tmp_path / "a.safetensors"]
+    return ["compare", tmp_path / "a.safetensors", tmp_path / "a.safetensors"]
 
 
 @pytest.mark.parametrize(
