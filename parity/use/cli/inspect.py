@@ -53,12 +53,16 @@ def _is_layout(text: str) -> bool:
 
     if text.lower().endswith(".toml"):
         return True
-    if os.path.lexists(text):
+    if os.path.isfile(text):
         return False
     register_packages()
+    if text in LAYOUTS:
+        return True
+    if os.path.lexists(text):
+        return False
     # A misspelled layout gets a suggestion, and a misspelled file its own error.
     is_file_name = os.sep in text or os.path.splitext(text)[1].lower() in SUFFIXES
-    return text in LAYOUTS or (not is_file_name and did_you_mean(text, LAYOUTS) != "")
+    return not is_file_name and did_you_mean(text, LAYOUTS) != ""
 
 
 def _list_layouts() -> Result:

@@ -96,6 +96,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             skipped=printable(metadata.get("skipped", "")),
             error=printable(metadata.get("error", "")),
             folder=str(Path(path).parent),
+            path=str(path),
         )
         arithmetic = trace.arithmetic
         if case.is_plain:

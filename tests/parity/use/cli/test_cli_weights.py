@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import ROOT
 from helpers.command_line import run_in_pipe
-from helpers.refusals import refuses
+from helpers.refusals import Misuse, refuses
 
 import parity
 from mha_spec import Llama3Scaling, Rope
@@ -957,7 +957,9 @@ def test_run_accepts_layer_of_any_file(source, tmp_path, capsys, suffix):
     assert main([*run, target]) == 2
     assert refuses("--prefix", f"2 in {target}").is_printed_in(capsys.readouterr().err)
     assert main(["run", "--prefix", "a", "--num-heads", "3"]) == 2
-    assert refuses("--prefix, --num-heads").is_printed_in(capsys.readouterr().err)
+    assert Misuse("--prefix and --num-heads require --weights or --model").is_printed_in(
+        capsys.readouterr().err
+    )
 
 
 # ---- Warnings and errors -------------------------------------------------------------------------

@@ -76,12 +76,16 @@ def test_trace_records_its_environment(recorded):
 
 
 def test_changed_stage_is_the_only_failure(traces):
-    """Scores changed by 0.001 in one trace fail that stage of that case, and nothing else."""
+    """Scores changed by 0.001 in one trace fail that stage of that case, and nothing else; the
+    command to repeat it compares that file.
+    """
     path = traces / "causal-float32-torch.safetensors"
     scores = load_tensors(path)[0]["accumulated/scores"]
     change(path, {"accumulated/scores": scores + np.float32(0.001)})
     report = compare_traces([traces])
     assert [(c.case, c.stage) for c in report.failed] == [("causal", "scores")]
+    assert reproduction(report.failed[0], report) == f"mha-parity compare {path}"
+    assert main(["compare", str(path), "-q"]) == 1
 
 
 def test_different_numerics_locks_warn(traces, tmp_path):
