@@ -59,6 +59,7 @@ def run(options: Options) -> Result:
     """Compare the inputs, print the report and write it."""
     from parity.use.cli import taps
     from parity.use.cli.weight_files import compare_weight_files
+    from parity.use.reporting.console import working
     from parity.use.running.run import compare_traces
 
     if taps.are_taps(options.files):
@@ -71,7 +72,9 @@ def run(options: Options) -> Result:
         return compare_weight_files(options)
     _check_without_weights(options)
     maps = attention_maps(options)
-    return print_and_write(options, compare_traces(options.files, on_judged=maps), maps)
+    with working("comparing traces with the reference"):
+        report = compare_traces(options.files, on_judged=maps)
+    return print_and_write(options, report, maps)
 
 
 def _are_weights(paths: Sequence[str]) -> bool:

@@ -82,7 +82,7 @@ def run(options: Options) -> Result:
     from parity.explain.conformance.subjects import DTYPES
     from parity.measure.core.packages import installed
     from parity.use.reporting.conformance import print_conformance
-    from parity.use.reporting.console import console, progress_bar
+    from parity.use.reporting.console import console, progress_bar, working
 
     if options.libraries == (options.subject is not None):
         raise refusal("PKG.MODULE:CALLABLE or --libraries", "be passed, and not both")
@@ -108,9 +108,11 @@ def run(options: Options) -> Result:
         if "causal_alignment" in declared:
             declared["causal"] = declared.pop("causal_alignment")
         target = load_callable(options.subject)
-        answers = [
-            examine(target, options.checks, options.dtypes, name=options.subject, **declared)
-        ]
+        with working(f"examining {options.subject}"):
+            answer = examine(
+                target, options.checks, options.dtypes, name=options.subject, **declared
+            )
+        answers = [answer]
 
     def command_for(subject: str, question: str) -> str:
         """Return the command line that repeats one check."""

@@ -263,6 +263,7 @@ def _diagnose_weights(options: Options, out: Console) -> Result:
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.explain.diagnosis.weights.diagnose import diagnose_weights
     from parity.explain.diagnosis.weights.differences import compare_weights
+    from parity.use.reporting.console import working
     from parity.use.reporting.diagnosis import print_weights
 
     if options.html is not None:
@@ -278,7 +279,8 @@ def _diagnose_weights(options: Options, out: Console) -> Result:
             if shown is None or not weights.same:
                 shown = weights
             if not weights.same:
-                diagnosis = diagnose_weights(*layers)
+                with working("searching for bugs"):
+                    diagnosis = diagnose_weights(*layers)
                 if len(pairs.layers) > 1:
                     labels = f"{one.label} and {other.label}"
                     text = f"{labels} are the first of {len(pairs.layers)} layers that differ"
@@ -308,6 +310,7 @@ def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
     """
     from parity.explain.diagnosis.traces import diagnose_worst, distances, judge_together
     from parity.measure.core.compare import first_difference
+    from parity.use.reporting.console import working
     from parity.use.reporting.diagnosis import print_divergence
     from parity.use.running.traces import load_trace
 
@@ -333,7 +336,8 @@ def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
             out.print(title, style="red", soft_wrap=True)
             if options.verbose:
                 out.print(numbers, soft_wrap=True)
-    return diagnose_worst(traces, sides, _seconds(options))
+    with working("searching for bugs"):
+        return diagnose_worst(traces, sides, _seconds(options))
 
 
 def _diagnose_function(options: Options, out: Console) -> tuple[Diagnosis, Report | None]:
@@ -343,25 +347,28 @@ def _diagnose_function(options: Options, out: Console) -> tuple[Diagnosis, Repor
     """
     from parity.explain.diagnosis.diagnose import diagnose, observe
     from parity.measure.backends import FRAMEWORKS, load_backend
+    from parity.use.reporting.console import working
     from parity.use.running.lengths import not_exercised
     from parity.use.running.report import report_of_stages
 
     function, problem, framework, is_causal_known = own_layer(options)
     case = problem.case
+    is_assumed = case.is_causal and not is_causal_known
+    seconds = _seconds(options)
+    report = None
+    other = None
     # A layer may keep state under these settings, such as a compiled program, for both calls.
-    with load_backend(FRAMEWORKS[framework]).lock(problem.dtype) as settings:
+    with (
+        load_backend(FRAMEWORKS[framework]).lock(problem.dtype) as settings,
+        working("calling the layer and searching for bugs"),
+    ):
         arithmetic = settings.get("arithmetic", "ieee")
         observed = observe(function, problem, framework)
-        seconds = _seconds(options)
         diagnosis = diagnose(observed, problem, arithmetic=arithmetic, seconds=seconds)
-        report = None
         if options.html is not None:
             report = report_of_stages(
                 options.files[0], framework, observed, problem, arithmetic, diagnosis
             )
-        is_assumed = case.is_causal and not is_causal_known
-        if is_assumed:
-            out.print(f"{options.files[0]} {ASSUMED_CAUSAL}", soft_wrap=True, highlight=False)
         if is_assumed and diagnosis.is_wrong:
             not_causal = replace(problem, case=replace(case, is_causal=False))
             observed = observe(function, not_causal, framework)
@@ -369,10 +376,13 @@ def _diagnose_function(options: Options, out: Console) -> tuple[Diagnosis, Repor
             # still unknown.
             more = seconds if diagnosis.unnamed else 0.0
             other = diagnose(observed, not_causal, arithmetic=arithmetic, seconds=more)
-            words = _in_words(other)
-            if words and words != _in_words(diagnosis):
-                text = f"with --no-causal, {words}"
-                out.print(text, style="bold", soft_wrap=True, highlight=False)
+    if is_assumed:
+        out.print(f"{options.files[0]} {ASSUMED_CAUSAL}", soft_wrap=True, highlight=False)
+    if other is not None:
+        words = _in_words(other)
+        if words and words != _in_words(diagnosis):
+            text = f"with --no-causal, {words}"
+            out.print(text, style="bold", soft_wrap=True, highlight=False)
     for feature in not_exercised([(options.files[0], case.spec)], case.seq_len, [problem.dtype]):
         num_tokens = counted(case.seq_len, "token")
         warn(f"not exercised by {num_tokens}: {feature.what}; {feature.needed} tokens would")

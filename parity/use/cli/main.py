@@ -28,6 +28,7 @@ from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.use.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.use.cli.command import Choice, Command, help_option_of
 from parity.use.cli.messages import is_writable, print_out, say, say_error, warn
+from parity.use.cli.project import defaults_of_project
 from parity.use.cli.usage import words_of_usage_error
 
 if TYPE_CHECKING:
@@ -140,7 +141,12 @@ def _run(words: list[str]) -> int:
     elif words[0] == "help":
         words = [*words[1:2], "--help"]
     try:
-        with PROGRAM.make_context(PROGRAM.name, list(words), obj=words) as context:
+        is_help = not {"-h", "--help"}.isdisjoint(words)
+        # The help does not depend on a project, whose file may be wrong.
+        defaults = {} if is_help else defaults_of_project(PROGRAM, words[0])
+        with PROGRAM.make_context(
+            PROGRAM.name, list(words), obj=words, default_map=defaults
+        ) as context:
             return PROGRAM.invoke(context)
     except click.exceptions.Exit as done:  # after --help, for example
         return done.exit_code

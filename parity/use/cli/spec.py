@@ -65,7 +65,7 @@ def _observe_model(options: Options) -> Result:
     from parity.explain.conformance.discover import load_callable
     from parity.explain.identification.layers import layers_of
     from parity.measure.core.user_code import user_code
-    from parity.use.reporting.console import console
+    from parity.use.reporting.console import console, working
 
     if options.part is not None:
         raise requires("--part", "PATH")
@@ -77,7 +77,8 @@ def _observe_model(options: Options) -> Result:
         got = ", ".join(type(value).__name__ for value in values)
         raise refusal("--live", "be a function that returns a model and its inputs by name", got)
     model, inputs = values
-    layers = layers_of(model, inputs)
+    with working("observing the layers of the model"):
+        layers = layers_of(model, inputs)
     out = console()
     for layer in layers:
         out.print(str(layer), markup=False, highlight=False, soft_wrap=True)

@@ -27,6 +27,7 @@ def are_taps(paths: Sequence[str]) -> bool:
 def compare_recordings(options: Options) -> Result:
     """Compare recordings with their model, as a report; or two with each other."""
     from parity.use.cli.reports import attention_maps, print_and_write
+    from parity.use.reporting.console import working
     from parity.use.running.taps import compare_with, report_of
 
     if options.model is None:
@@ -38,14 +39,15 @@ def compare_recordings(options: Options) -> Result:
             status = 2
         return status, difference
     maps = attention_maps(options)
-    verdicts = compare_with(options.model, options.files)
+    with working("comparing the recording with its model"):
+        verdicts = compare_with(options.model, options.files)
     return print_and_write(options, report_of(verdicts), maps)
 
 
 def diagnose_recordings(options: Options) -> Result:
     """Print which layer goes wrong, at which stage, and why."""
     from parity.use.cli.reports import attention_maps, write_page
-    from parity.use.reporting.console import console
+    from parity.use.reporting.console import console, working
     from parity.use.reporting.taps import print_verdict
     from parity.use.running.taps import compare_with, report_of
 
@@ -54,7 +56,8 @@ def diagnose_recordings(options: Options) -> Result:
         difference = _compare_two(options.files, with_table=False)
         return 0 if difference.agrees else 1, difference
     maps = attention_maps(options)
-    verdicts = compare_with(options.model, options.files)
+    with working("comparing the recording with its model"):
+        verdicts = compare_with(options.model, options.files)
     status = 0
     recordings = []
     for path, verdict in verdicts.items():

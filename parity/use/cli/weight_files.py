@@ -24,7 +24,7 @@ def compare_weight_files(options: Options) -> Result:
     from parity.explain.diagnosis.weights.diagnose import diagnose_weights
     from parity.explain.diagnosis.weights.differences import compare_weights
     from parity.explain.diagnosis.weights.verify import verify
-    from parity.use.reporting.console import console
+    from parity.use.reporting.console import console, progress_bar
     from parity.use.reporting.conversion import Verdict, print_verdicts
 
     verdicts: list[Verdict] = []
@@ -32,8 +32,9 @@ def compare_weight_files(options: Options) -> Result:
     diagnosis = Diagnosis()
     are_same = True
     quantized: dict[str, set[str]] = {path: set() for path in options.files}
-    with pairs_of_layers(options) as pairs:
+    with pairs_of_layers(options) as pairs, progress_bar(len(pairs.layers)) as on_layer:
         for one, other in pairs.layers:
+            on_layer(one.label)
             layers = (*one.load(), *other.load())
             weights = compare_weights(*layers)
             stages = verify(*layers)

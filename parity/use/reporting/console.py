@@ -15,7 +15,14 @@ from typing import Any
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
@@ -267,6 +274,17 @@ def progress_bar(total: int | None) -> Iterator[Any]:
             num_begun += 1
 
         yield begin
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on standard error, on a terminal only, what takes its time, and for how long."""
+    errors = _Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    is_shown = errors.is_terminal
+    with Progress(*columns, console=errors, transient=True, disable=not is_shown) as progress:
+        progress.add_task(what, total=None)
+        yield
 
 
 def short_ratio(ratio: float | None) -> str:

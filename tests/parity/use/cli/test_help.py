@@ -30,8 +30,9 @@ from parity.measure.core.packages import OPTIONAL
 from parity.port.models.families import FAMILIES
 from parity.use.cli.clone import FROM_A_CLONE
 from parity.use.cli.command import Command
-from parity.use.cli.main import COMMANDS, GROUPS, SHELLS, command_named, main
+from parity.use.cli.main import COMMANDS, GROUPS, PROGRAM, SHELLS, command_named, main
 from parity.use.cli.options import backend_list, dtype_list, named_path
+from parity.use.cli.project import defaults_of_project
 from parity.use.reporting.bugs import bug_page
 from parity.use.reporting.cases import covers
 from parity_lab.selftest import SELFTEST_CASES
@@ -257,7 +258,6 @@ USAGE_ERRORS = {
     "write a b --to torch": "got unexpected extra argument (b); ",
     "inspect": "inspect requires INPUT or --layouts, and not both; ",
     "bugs --all rope-pairs": "--all cannot be combined with NAME; ",
-    "diagnose a b --mesh tensor=2": "--mesh requires --weights or --case; ",
     "spec --families --part x": "--part requires PATH; ",
 }
 """Command lines, and the beginning of their errors."""
@@ -378,6 +378,45 @@ def test_quiet_prints_only_errors(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out == (tmp_path / "c.json").read_text()
     assert captured.err == ""
+
+
+def test_project_sets_options(tmp_path, monkeypatch, capsys):
+    """[tool.mha-parity] of the nearest pyproject.toml sets options of all commands that have them,
+    and of one; the command line overrides them, and an unknown name is an error.
+    """
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    project = tmp_path / "pyproject.toml"
+    project.write_text(
+        '[tool.mha-parity]\nbackends = ["torch"]\nallow-skipped = true\n'
+        '[tool.mha-parity.run]\ncases = ["rope-g*", "causal"]\njoin = ["a", "b"]\n'
+    )
+    defaults = defaults_of_project(PROGRAM, "run")["run"]
+    assert PAGES["run"].make_context("run", [], default_map=defaults).params.items() >= {
+        ("allow_skipped", True),
+        ("join", ("a", "b")),
+    }
+    words = ["run", "--list", "--json", "-"]
+    project.write_text(project.read_text().replace('join = ["a", "b"]\n', ""))
+    for more, names in ([], ["rope-gqa", "causal"]), (["--cases", "full"], ["full"]):
+        assert main([*words, *more]) == 0
+        listed = json.loads(capsys.readouterr().out)["cases"]
+        assert [case["name"] for case in listed] == names
+    assert main(["bugs", "-q"]) == 0
+    mistakes = {
+        "[tool.mha-parity]\nbackend = 1": "[tool.mha-parity] must have options, got backend; did",
+        "[tool.mha-parity.rum]\ncases = 1": "[tool.mha-parity.rum] must be a command, got rum; did",
+        "[tool.mha-parity.run]\ncase = 1": "[tool.mha-parity.run] must have options of it, got case",
+        "[tool.mha-parity]\nx = = 1": "pyproject.toml must be TOML, got ",
+    }
+    for text, error in mistakes.items():
+        project.write_text(text)
+        assert main(["bugs"]) == 2, text
+        printed = capsys.readouterr().err
+        assert error in printed, text
+        assert printed.count("\n") == 1
+        assert main(["bugs", "--help"]) == 0
+        capsys.readouterr()
 
 
 def test_verbose_prints_the_traceback(capsys):

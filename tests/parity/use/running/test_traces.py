@@ -173,7 +173,7 @@ def test_truncated_trace_raises(traces):
 
 def test_same_backend_from_two_folders(traces, tmp_path):
     """Traces of one backend from two folders are compared separately; a failure names its folder
-    and the command that reproduces it, with the device.
+    and the command that compares its file, or that of a run with its device.
     """
     other = tmp_path / "other"
     shutil.copytree(traces, other)
@@ -188,8 +188,10 @@ def test_same_backend_from_two_folders(traces, tmp_path):
     ]
     assert {c.library for c in failed} == {"torch"}
     command = "mha-parity run --backends torch --cases causal --dtypes float32"
-    assert reproduction(failed[0], report) == command
-    on_gpu = replace(report, environment={"backends": {"torch": {"device": "cuda:1"}}})
+    assert reproduction(failed[0], report) == f"mha-parity compare {path}"
+    of_run = replace(report, files={})
+    assert reproduction(failed[0], of_run) == command
+    on_gpu = replace(of_run, environment={"backends": {"torch": {"device": "cuda:1"}}})
     assert reproduction(failed[0], on_gpu) == f"{command} --device cuda:1"
 
 
