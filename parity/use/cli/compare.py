@@ -118,7 +118,8 @@ def _check_without_weights(options: Options) -> None:
 
 def _check_without_report(options: Options) -> None:
     """Reject options about reports of stages."""
-    of_report = ("junit", "html", "allow_skipped")
-    for name in of_report:
+    for name in ("junit", "html", "allow_skipped"):
         if getattr(options, name):
             raise contradiction(flag_of(name), "files of weights")
+    if options.output_format != "text":
+        raise contradiction("--output-format", "files of weights")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from parity.use.cli.command import Options, Result, option, together
+from parity.use.cli.command import Choice, Options, Result, option, together
+from parity.use.cli.messages import print_out
 from parity.use.cli.options import Decorator
 
 
@@ -23,6 +24,12 @@ def report_options() -> Decorator:
     return together(
         option("--junit", metavar="PATH", help="also write the result as JUnit XML"),
         html_option(),
+        option(
+            "--output-format",
+            type=Choice(("text", "github")),
+            default="text",
+            help="text, or annotations of a GitHub workflow; default: text",
+        ),
     )
 
 
@@ -58,7 +65,13 @@ def print_and_write(options: Options, report: Any, maps: Any) -> Result:
     from parity.use.reporting.run import print_report
 
     report = replace(report, allow_skipped=options.allow_skipped)
-    print_report(report, console(), verbose=options.verbose, quiet=options.quiet)
+    if options.output_format == "github":
+        from parity.use.reporting.github import annotations
+
+        for line in annotations(report):
+            print_out(f"{line}\n")
+    else:
+        print_report(report, console(), verbose=options.verbose, quiet=options.quiet)
     if options.junit is not None:
         from parity.use.reporting.junit import write_junit
 

@@ -32,6 +32,8 @@ def compare_recordings(options: Options) -> Result:
 
     if options.model is None:
         _check_no_report({"--html": options.html, "--junit": options.junit})
+        if options.output_format != "text":
+            raise requires("--output-format", "--model")
         difference = _compare_two(options.files, with_table=True)
         status = 0 if difference.agrees else 1
         # Layers of one recording alone have nothing to be compared with.
