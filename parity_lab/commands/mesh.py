@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from parity.measure.backends import BACKENDS
 from parity.use.cli.cases import chosen_cases, num_runs
-from parity.use.cli.command import Choice, Options, Result, argument, command, option
+from parity.use.cli.command import OneOf, Options, Result, argument, command, option
 from parity.use.cli.messages import no_framework, refusal
 from parity.use.cli.options import backend_options, cases_option, check_names
 from parity.use.cli.reports import skip_option
@@ -33,7 +33,7 @@ from parity.use.cli.reports import skip_option
 @option("--virtual-devices", type=int, metavar="N", help="make N devices of this CPU")
 @option(
     "--axis-types",
-    type=Choice(("automatic", "explicit")),
+    type=OneOf(("automatic", "explicit")),
     default="automatic",
     help="JAX's mesh axes; automatic (default): XLA decides, explicit: the types of arrays do",
 )

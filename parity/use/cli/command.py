@@ -1,28 +1,16 @@
-"""A command: its options, its help, and what its run has in common with all others."""
+"""A command: its options, its help, and the values of a command line."""
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import click
 from click.shell_completion import CompletionItem
 
-from parity.use.cli.messages import contradiction, refusal
-
-REPORTS = ("json", "junit", "html")
-"""Options whose result can go to standard output."""
-
 ALL_COMMANDS = "all commands"
 """Title above the options that every command has."""
-
-STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
 class Record(Protocol):
@@ -125,13 +113,13 @@ class Command(click.Command):
             status += f"; 1 {self.wrong}"
         formatter.write(f"\nExit status:\n  {status}; 2 bad usage or something missing\n")
 
-    def invoke(self, ctx: click.Context) -> int:
-        """Run the command with its values, and return the exit status."""
+    def invoke(self, ctx: click.Context) -> Options:
+        """Return the values of a command line: `parity.use.cli.running` runs the command."""
         values: dict[str, Any] = {}
         for name, value in ctx.params.items():
             values[name] = list(value) if isinstance(value, tuple) else value
         words = ctx.obj or []
-        return _run(self, Options(command=self.name, words=words, context=ctx, **values))
+        return Options(command=self.name, words=words, context=ctx, **values)
 
 
 class Argument(click.Argument):
@@ -212,7 +200,7 @@ def _options_of_all_commands() -> list[click.Parameter]:
         ),
         Option(
             ["--color"],
-            type=Choice(("auto", "always", "never")),
+            type=OneOf(("auto", "always", "never")),
             default="auto",
             help="colors; default: auto, on a terminal",
         ),
@@ -258,7 +246,7 @@ def group(title: str, *options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-class Choice(click.Choice[str]):
+class OneOf(click.Choice[str]):
     """One of some words."""
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
@@ -295,7 +283,7 @@ def layouts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> 
 
 
 def cases(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Completions:
-    """Complete the name of a case, the last one of a list."""
+    """Complete the last name in a list of cases."""
     from parity.measure.core.cases import CASES
 
     before = incomplete[: incomplete.rfind(",") + 1]
@@ -309,71 +297,4 @@ COMPLETIONS = {
     **dict.fromkeys(("CASE", "CASES"), cases),
     "LAYOUT": layouts,
 }
-"""What completes a value, by its name in the help."""
-
-
-# ---- Running -------------------------------------------------------------------------------------
-
-
-def _run(command: Command, options: Options) -> int:
-    """Run a command, write its JSON, and return its exit status."""
-    from parity.use.cli.paths import check_paths
-
-    try:
-        os.getcwd()
-    except FileNotFoundError:  # libraries would end the process
-        raise FileNotFoundError("the current folder must exist, but it was deleted") from None
-    if options.verbose and options.quiet:
-        raise contradiction("--quiet", "--verbose")
-    check_paths(options, command.may_write)
-    to_stdout = [flag for flag in REPORTS if getattr(options, flag, None) in STANDARD_OUTPUT]
-    if not to_stdout:
-        if options.quiet and not command.has_quiet_form:
-            with _no_output():
-                return _run_and_write(command, options)
-        return _run_and_write(command, options)
-    if len(to_stdout) > 1:
-        raise refusal(f"--{' and --'.join(to_stdout)}", "not both be standard output")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report"
-        setattr(options, to_stdout[0], str(path))
-        with _no_output():
-            status = _run_and_write(command, options)
-        from parity.measure.files.target import errors_name
-
-        with suppress(BrokenPipeError), errors_name("standard output"):  # the reader has stopped
-            sys.stdout.flush()
-            sys.stdout.buffer.write(path.read_bytes())
-            sys.stdout.flush()
-    return status
-
-
-@contextmanager
-def _no_output() -> Iterator[None]:
-    """Drop what is printed on standard output."""
-    with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-        yield
-
-
-def _run_and_write(command: Command, options: Options) -> int:
-    from mha_spec import InputError
-    from parity.measure.core.user_code import user_code
-    from parity.use.cli.options import in_flags, register_tables
-
-    run: Any = command.callback
-    from parity.use.reporting.console import colored
-
-    try:
-        # Code of the user may call sys.exit(0), which would end without a result.
-        with user_code(f"code that mha-parity {options.command} ran"), colored(options.color):
-            register_tables(options)
-            status, content = run(options)
-    except InputError as refused:
-        raise in_flags(refused, options) from None
-    if options.json is not None:
-        from parity.use.reporting.json import write_json
-
-        # Only now, because the JSON of many cases or layers is long.
-        values = content if isinstance(content, Mapping) else content.to_dict()
-        write_json(options.json, options.command, values)
-    return status
+"""The completion of a value, by its name in the help."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from parity.measure.text import some_of
-from parity.use.cli.command import Choice, Options, Result, argument, command, option
+from parity.use.cli.command import OneOf, Options, Result, argument, command, option
 from parity.use.cli.layers import (
     layer_options,
     passed_layer_flags,
@@ -108,7 +108,7 @@ def _without_drop(words: Sequence[str]) -> list[str]:
 )
 @option(
     "--rest",
-    type=Choice(("keep", "drop")),
+    type=OneOf(("keep", "drop")),
     default="keep",
     help="keep or drop all other tensors; default: keep",
 )

@@ -16,7 +16,13 @@ from parity.use.cli.layers import (
     weight_options,
 )
 from parity.use.cli.messages import contradiction, refusal, requires, warn
-from parity.use.cli.options import Framework, causal_option, check_range, params_option, size_list
+from parity.use.cli.options import (
+    FrameworkName,
+    causal_option,
+    check_range,
+    params_option,
+    size_list,
+)
 from parity.use.cli.own_layer import own_layer
 from parity.use.cli.paths import kind_of
 from parity.use.cli.reports import attention_maps, html_option, write_page
@@ -91,8 +97,8 @@ if TYPE_CHECKING:
         type=size_list,
         metavar="48,1,1",
         help=(
-            "call it once for each chunk of so many tokens; its parameter for a cache receives "
-            "what the call before returned second"
+            "call it once for each chunk with this number of tokens; its parameter for a cache "
+            "receives what the previous call returned second"
         ),
     ),
     option("--seq-len", type=int, metavar="N", help="tokens to draw; default: 19"),
@@ -114,7 +120,7 @@ if TYPE_CHECKING:
     ),
     option(
         "--framework",
-        type=Framework(("torch", "jax", "ttnn")),
+        type=FrameworkName(("torch", "jax", "ttnn")),
         help="its framework, if it cannot be inferred",
     ),
     params_option(),

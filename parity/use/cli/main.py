@@ -26,9 +26,10 @@ from click.shell_completion import shell_complete
 
 from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.use.cli.clone import FROM_A_CLONE, commands_of_a_clone
-from parity.use.cli.command import Choice, Command, help_option_of
+from parity.use.cli.command import Command, OneOf, help_option_of
 from parity.use.cli.messages import is_writable, print_out, say, say_error, warn
 from parity.use.cli.project import defaults_of_project
+from parity.use.cli.running import run_command
 from parity.use.cli.usage import words_of_usage_error
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ SHELLS = ("bash", "zsh", "fish")
 """Shells whose command lines can be completed."""
 
 COMPLETE = "_MHA_PARITY_COMPLETE"
-"""The variable by which a shell asks for completions."""
+"""The variable that a shell sets to get completions."""
 
 PATIENCE = 5.0
 """Seconds for which an import may continue after a signal.
@@ -147,7 +148,10 @@ def _run(words: list[str]) -> int:
         with PROGRAM.make_context(
             PROGRAM.name, list(words), obj=words, default_map=defaults
         ) as context:
-            return PROGRAM.invoke(context)
+            options = PROGRAM.invoke(context)
+        # Errors are about this command line.
+        with options.context.scope(cleanup=False):
+            return run_command(options)
     except click.exceptions.Exit as done:  # after --help, for example
         return done.exit_code
     except BrokenPipeError:
@@ -155,7 +159,7 @@ def _run(words: list[str]) -> int:
 
 
 def _is_verbose(words: Sequence[str]) -> bool:
-    """Return whether a command line, which may be wrong, asks for more output."""
+    """Return whether a command line, which may be wrong, has --verbose."""
     own_words = words[: words.index("--")] if "--" in words else words
     return not {"-v", "--verbose"}.isdisjoint(own_words)
 
@@ -326,7 +330,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 # ---- The program ---------------------------------------------------------------------------------
 
 
-class Program(click.Group):
+class CommandGroup(click.Group):
     """The commands, each imported when it runs."""
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
@@ -397,7 +401,7 @@ def _print_completion(context: click.Context, parameter: click.Parameter, shell:
         context.exit()
 
 
-PROGRAM = Program(
+PROGRAM = CommandGroup(
     "mha-parity",
     help=(
         "Find out whether attention layers in JAX, PyTorch and TTNN are right and, if one is not, "
@@ -415,7 +419,7 @@ PROGRAM = Program(
         ),
         click.Option(
             ["--print-completion"],
-            type=Choice(SHELLS),
+            type=OneOf(SHELLS),
             is_eager=True,
             expose_value=False,
             callback=_print_completion,

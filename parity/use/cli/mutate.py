@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from parity.measure.text import some_of
-from parity.use.cli.command import Choice, Options, Result, argument, command, option
+from parity.use.cli.command import OneOf, Options, Result, argument, command, option
 from parity.use.cli.messages import refusal
 from parity.use.cli.options import check_range, declarations, matching, name_list
 
@@ -51,7 +51,7 @@ CLAIMS = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal
     help="limit of one run; default: ten times the first one, at least 60",
 )
 @declarations(("torch", "jax"))
-@option("--padding-true", type=Choice(("hides", "shows")), help="effect of True in a padding mask")
+@option("--padding-true", type=OneOf(("hides", "shows")), help="effect of True in a padding mask")
 def run(options: Options) -> Result:
     """Inject the bugs, run the tests, and print the outcomes."""
     from parity.explain.conformance.discover import load_params

@@ -12,7 +12,7 @@ import click
 
 from parity.measure.backends import BACKENDS
 from parity.measure.text import did_you_mean, some_of
-from parity.use.cli.command import Choice, Options, option, together
+from parity.use.cli.command import OneOf, Options, option, together
 from parity.use.cli.messages import names_like, refusal
 
 if TYPE_CHECKING:
@@ -173,21 +173,21 @@ def declarations(frameworks: Sequence[str]) -> Decorator:
     return together(
         option(
             "--framework",
-            type=Framework(frameworks),
+            type=FrameworkName(frameworks),
             help="framework of your function, if its module uses several",
         ),
         params_option(),
         option(
             "--axes",
-            type=Choice(("BNTH", "BTNH", "BTE")),
+            type=OneOf(("BNTH", "BTNH", "BTE")),
             help="axes of the inputs, if they cannot be inferred",
         ),
         option("--mask-name", metavar="NAME", help="name of the mask parameter"),
-        option("--mask-true", type=Choice(("hides", "shows")), help="effect of True in a mask"),
+        option("--mask-true", type=OneOf(("hides", "shows")), help="effect of True in a mask"),
         option("--causal-name", metavar="NAME", help="name of the causal flag"),
         option(
             "--causal-alignment",
-            type=Choice(("top-left", "bottom-right")),
+            type=OneOf(("top-left", "bottom-right")),
             help=(
                 "corner that the causal diagonal passes through, if queries and keys differ in "
                 "number"
@@ -207,7 +207,7 @@ def backend_list(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-class Framework(Choice):
+class FrameworkName(OneOf):
     """A framework, where `tt` is another name of `ttnn`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:

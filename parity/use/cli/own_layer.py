@@ -48,7 +48,7 @@ class OwnLayer(NamedTuple):
 
 
 class _RightLayer(NamedTuple):
-    """What the layer of a file computes.
+    """The layer of a file, with a case for it.
 
     Attributes:
         weights: its canonical weights.

@@ -7,9 +7,14 @@ from collections.abc import Callable
 
 import click
 
-from parity.use.cli.command import REPORTS, STANDARD_OUTPUT, Options
+from parity.use.cli.command import Options
 from parity.use.cli.messages import refusal
 from parity.use.cli.options import flag_of
+
+REPORTS = ("json", "junit", "html")
+"""Options whose result can go to standard output."""
+
+STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 PATHS = ("path", "source", "target", "file", "files")
 PATHS += ("weights", "input", "key_input", "labels_file", "join", "model", "layout_files")

@@ -23,7 +23,7 @@ def defaults_of_project(program: click.Group, command: str) -> dict[str, dict[st
     those of this command alone. A command ignores options of others.
 
     Raises:
-        ValueError: if the file is not TOML, or a name is no option.
+        ValueError: if the file is not TOML, or a name is not an option.
     """
     path = _nearest_file()
     if path is None:
@@ -64,7 +64,7 @@ def _check_table(
     options_by_command: Mapping[str, Collection[str]],
     path: str,
 ) -> None:
-    """Reject the table of an unknown command, and names that are no options of it."""
+    """Reject the table of an unknown command, and names that are not options of it."""
     if command not in options_by_command:
         hint = names_like(command, options_by_command, "`mha-parity` lists the commands")
         raise refusal(f"[{TABLE}.{command}]", "be a command", command, where=path, hint=hint)

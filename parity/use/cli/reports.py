@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from parity.use.cli.command import Choice, Options, Result, option, together
+from parity.use.cli.command import OneOf, Options, Result, option, together
 from parity.use.cli.messages import print_out
 from parity.use.cli.options import Decorator
 
@@ -26,7 +26,7 @@ def report_options() -> Decorator:
         html_option(),
         option(
             "--output-format",
-            type=Choice(("text", "github")),
+            type=OneOf(("text", "github")),
             default="text",
             help="text, or annotations of a GitHub workflow; default: text",
         ),

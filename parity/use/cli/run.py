@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from parity.measure.backends import BACKENDS
 from parity.use.cli.cases import chosen_cases, num_runs
-from parity.use.cli.command import Choice, Options, Result, command, group, option
+from parity.use.cli.command import OneOf, Options, Result, command, group, option
 from parity.use.cli.layers import layer_options, passed_layer_flags, weight_options
 from parity.use.cli.messages import (
     add_hint,
@@ -85,7 +85,7 @@ MOST_RANDOM = 10_000
     ),
     option(
         "--against",
-        type=Choice(("transformers",)),
+        type=OneOf(("transformers",)),
         help=(
             "with --model: also check transformers' own modules; observe a model of an unknown "
             "family"

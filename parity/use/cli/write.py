@@ -9,10 +9,10 @@ import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parity.use.cli.command import Choice, Options, Result, argument, command, option
+from parity.use.cli.command import OneOf, Options, Result, argument, command, option
 from parity.use.cli.layers import layer_options, weight_options
 from parity.use.cli.messages import contradiction, print_out, refusal, requires
-from parity.use.cli.options import Framework
+from parity.use.cli.options import FrameworkName
 
 if TYPE_CHECKING:
     from parity.port.conversion.layers import FileLayer
@@ -58,7 +58,7 @@ def _paths(options: Options) -> list[Path]:
 @argument(
     "source", metavar="MODEL", help="folder with a config.json and weights, or file of weights"
 )
-@option("--to", type=Framework(FRAMEWORKS), required=True, help="framework of the code")
+@option("--to", type=FrameworkName(FRAMEWORKS), required=True, help="framework of the code")
 @option(
     "--layer",
     type=int,
@@ -68,12 +68,12 @@ def _paths(options: Options) -> list[Path]:
         "default: the first in MODEL"
     ),
 )
-@option("--cache", type=Choice(("static", "ragged")), help="write the layer over a key/value cache")
+@option("--cache", type=OneOf(("static", "ragged")), help="write the layer over a key/value cache")
 @option("--mask", is_flag=True, help="accept a boolean mask, True = masked, in each call")
 @option("-o", "--output", metavar="FILE.py", help="file to write; default: standard output")
 @option(
     "--test",
-    type=Choice(("reference", "trace")),
+    type=OneOf(("reference", "trace")),
     help="also write a test: against the float64 reference, or against a trace, without mha-parity",
 )
 @option("--force", is_flag=True, help="replace files that exist")
