@@ -82,7 +82,7 @@ def _flag(name: str, options: Options) -> str:
             continue
         if isinstance(parameter, click.Argument):
             return str(parameter.metavar)
-        return parameter.opts[0]
+        return parameter.opts[-1]
     return flag_of(name)
 
 
