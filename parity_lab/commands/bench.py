@@ -2,75 +2,54 @@
 
 from __future__ import annotations
 
-import argparse
+from parity.use.cli.command import Options, Result, command, option
+from parity.use.cli.layers import layer_options, passed_layer_flags, weight_options
+from parity.use.cli.messages import contradiction, refusal, requires
+from parity.use.cli.options import backend_list, check_names, dtype_list, name_list, range_list
 
-from parity.use.cli.help import Page, Result
-from parity.use.cli.layers import add_layer_options, layer_options, passed_layer_flags
-from parity.use.cli.messages import refusal
-from parity.use.cli.options import check_names, dtype_list, name_list, range_list
 
-PAGE = Page(
+@command(
     "measure speed compared with other libraries",
-    "Measure the layers and those of other libraries, in turn in one process, and compare them "
-    "with the limits of "
-    "the machine. With --model, measure the layers of a model with their own weights. Only "
-    "ratios are meaningful.",
-    "mha-parity bench --suites cores,decode --quick",
-    "measured",
+    about=(
+        "Measure the layers and those of other libraries, in turn in one process, and compare them "
+        "with the limits of "
+        "the machine. With --model, measure the layers of a model with their own weights. Only "
+        "ratios are meaningful."
+    ),
+    example="mha-parity bench --suites cores,decode --quick",
+    well="measured",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--suites",
-        type=name_list,
-        metavar="A,B",
-        help=(
-            "cores, scores, varlen, layers, decode, memory, import, convert, growth, "
-            "growth-long; default: all"
-        ),
-    )
-    parser.add_argument(
-        "--backends",
-        type=name_list,
-        metavar="A,B",
-        help="jax, torch; default: all that are installed",
-    )
-    parser.add_argument(
-        "--dtypes", type=dtype_list, metavar="A,B", help="default: float32, on a GPU bfloat16"
-    )
-    parser.add_argument(
-        "--device", default="cpu", help="device of torch, cpu or cuda; JAX uses its default device"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer rows and smaller shapes, in less than 90 s"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="also count kernels, copies and waits for the device"
-    )
-    parser.add_argument(
-        "--plot",
-        metavar="PATH",
-        help="also draw time and memory over sequence length, .png or .svg",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="FOLDER",
-        help="measure this model's layers instead: config.json, weights",
-    )
-    parser.add_argument(
-        "--layers",
-        type=range_list,
-        metavar="0,5-7",
-        help="layers of --model; default: all that differ",
-    )
-    parser.add_argument(
-        "--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
-    )
-    add_layer_options(parser, "its layers")
-
-
-def run(options: argparse.Namespace) -> Result:
+@option(
+    "--suites",
+    type=name_list,
+    metavar="A,B",
+    help=(
+        "cores, scores, varlen, layers, decode, memory, import, convert, growth, growth-long;"
+        " default: all"
+    ),
+)
+@option(
+    "--backends",
+    type=backend_list,
+    metavar="A,B",
+    help="jax, torch; default: all that are installed",
+)
+@option("--dtypes", type=dtype_list, metavar="A,B", help="default: float32, on a GPU bfloat16")
+@option("--device", default="cpu", help="device of torch, cpu or cuda; JAX uses its default device")
+@option("--quick", is_flag=True, help="fewer rows and smaller shapes, in less than 90 s")
+@option("--profile", is_flag=True, help="also count kernels, copies and waits for the device")
+@option(
+    "--plot", metavar="PATH", help="also draw time and memory over sequence length, .png or .svg"
+)
+@option(
+    "--model", metavar="FOLDER", help="measure this model's layers instead: config.json, weights"
+)
+@option(
+    "--layers", type=range_list, metavar="0,5-7", help="layers of --model; default: all that differ"
+)
+@option("--from", "layout", metavar="LAYOUT", help="layout; default: from the file's metadata")
+@weight_options("its layers")
+def run(options: Options) -> Result:
     """Measure, and print the results."""
     from parity.use.reporting.console import console, progress_bar
     from parity_lab.bench import DEVICES, DTYPES, FRAMEWORKS, GROUPS, bench, count_rows
@@ -114,13 +93,13 @@ def run(options: argparse.Namespace) -> Result:
     return 0, found.to_dict()
 
 
-def _check_model_options(options: argparse.Namespace) -> None:
+def _check_model_options(options: Options) -> None:
     """Reject options about a model without --model, and options about other work with it."""
     if options.model is None:
         if needless := [
             *(["--layers"] if options.layers is not None else []),
             *passed_layer_flags(options),
         ]:
-            raise refusal(", ".join(needless), "be passed with --model")
+            raise requires(needless, "--model")
     elif options.suites is not None or options.plot is not None:
-        raise refusal("--model", "not be combined with --suites or --plot")
+        raise contradiction("--model", "--suites or --plot")

@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
 from parity.measure.backends import BACKENDS
 from parity.use.cli.cases import chosen_cases, num_runs
-from parity.use.cli.help import Page, Result
+from parity.use.cli.command import OneOf, Options, Result, argument, command, option
 from parity.use.cli.messages import no_framework, refusal
-from parity.use.cli.options import add_backend_options, check_names
-from parity.use.cli.reports import add_length_options, add_skip_option
+from parity.use.cli.options import backend_options, cases_option, check_names
+from parity.use.cli.reports import skip_option
 
-PAGE = Page(
+
+@command(
     "run test cases on a mesh of devices, and count their collectives",
-    "Divide test cases over devices, gather every stage and compare it with the float64 reference, "
-    "within the tolerance of one device. Count the collective operations of each program, and "
-    "compare them with the necessary ones.",
-    "mha-parity mesh data=2,tensor=4 --backends jax --virtual-devices 8",
-    "all agrees",
-    "a stage differs or too much is sent",
+    about=(
+        "Divide test cases over devices, gather every stage and compare it with the float64 "
+        "reference, within the tolerance of one device. Count the collective operations of each "
+        "program, and compare them with the necessary ones."
+    ),
+    example="mha-parity mesh data=2,tensor=4 --backends jax --virtual-devices 8",
+    well="all agrees",
+    wrong="a stage differs or too much is sent",
+    has_quiet_form=True,
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "mesh",
-        metavar="data=2,tensor=4",
-        help="devices that divide sequences (data), heads (tensor) and tokens (sequence)",
-    )
-    parser.add_argument(
-        "--virtual-devices", type=int, metavar="N", help="make N devices of this CPU"
-    )
-    parser.add_argument(
-        "--axis-types",
-        choices=("automatic", "explicit"),
-        default="automatic",
-        help=(
-            "JAX's mesh axes; automatic (default): XLA decides, explicit: the types of arrays do"
-        ),
-    )
-    parser.add_argument(
-        "--cases", metavar="GLOB", help="names such as 'rope*', or all; default: every feature once"
-    )
-    add_backend_options(parser, BACKENDS)
-    add_skip_option(parser)
-    add_length_options(parser)
-
-
-def run(options: argparse.Namespace) -> Result:
+@argument(
+    "mesh",
+    metavar="data=2,tensor=4",
+    help="devices that divide sequences (data), heads (tensor) and tokens (sequence)",
+)
+@option("--virtual-devices", type=int, metavar="N", help="make N devices of this CPU")
+@option(
+    "--axis-types",
+    type=OneOf(("automatic", "explicit")),
+    default="automatic",
+    help="JAX's mesh axes; automatic (default): XLA decides, explicit: the types of arrays do",
+)
+@cases_option()
+@backend_options()
+@skip_option()
+def run(options: Options) -> Result:
     """Run the cases on the mesh, and print the report."""
     from parity.measure.backends import why_missing
     from parity.measure.core.case import DTYPES

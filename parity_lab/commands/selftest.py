@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
-import fnmatch
+from parity.use.cli.command import Options, Result, command, option
+from parity.use.cli.messages import no_framework
+from parity.use.cli.options import backend_list, check_names, matching, name_list
 
-from parity.measure.text import did_you_mean
-from parity.use.cli.help import Page, Result
-from parity.use.cli.messages import no_framework, refusal
-from parity.use.cli.options import check_names, name_list
 
-PAGE = Page(
+@command(
     "inject known bugs into the layers, and check that they are found",
-    "Inject a known bug of each page into the layers. Check that its stage differs and that the "
-    "diagnosis names it.",
-    "mha-parity selftest --backends torch",
-    "every bug was found",
-    "a bug was missed",
+    about=(
+        "Inject a known bug of each page into the layers. Check that its stage differs and that "
+        "the diagnosis names it."
+    ),
+    example="mha-parity selftest --backends torch",
+    well="every bug was found",
+    wrong="a bug was missed",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backends",
-        type=name_list,
-        metavar="A,B",
-        help="jax, torch; default: all that are installed",
-    )
-    parser.add_argument(
-        "--cases", default="*", metavar="GLOB", help="names such as 'rope*'; default: all"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
-
-
-def run(options: argparse.Namespace) -> Result:
+@option(
+    "--backends",
+    type=backend_list,
+    metavar="A,B",
+    help="jax, torch; default: all that are installed",
+)
+@option("--cases", type=name_list, metavar="CASES", help="names and patterns; default: all of them")
+@option("--seed", type=int, default=0, help="seed of the random weights")
+def run(options: Options) -> Result:
     """Inject the bugs, and print the outcomes."""
     from parity.measure.backends import why_missing
     from parity.use.reporting.console import console, progress_bar
@@ -46,12 +38,9 @@ def run(options: argparse.Namespace) -> Result:
             raise ModuleNotFoundError(reason)
     if not backends:
         raise ModuleNotFoundError(no_framework())
-    cases = [case for case in SELFTEST_CASES if fnmatch.fnmatch(case.name, options.cases)]
-    if not cases:
-        hint = did_you_mean(options.cases, [case.name for case in SELFTEST_CASES])
-        raise refusal(
-            "--cases", "match a case of the self-test", {"--cases": options.cases}, hint=hint
-        )
+    by_name = {case.name: case for case in SELFTEST_CASES}
+    names = matching("--cases", options.cases or ["*"], by_name)
+    cases = [by_name[name] for name in names]
     total = len(backends) * sum(1 + len(bugs_in(case)) for case in cases)
     with progress_bar(total) as on_bug:
         outcomes = list(selftest(backends, cases, seeds=[options.seed], on_bug=on_bug))

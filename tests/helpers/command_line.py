@@ -3,11 +3,18 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from parity.use.cli.main import main
+from parity.use.cli.main import command_named, main
+
+
+def parsed(words: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a command line, whose first word is a command."""
+    name, *others = words
+    return dict(command_named(name).make_context(name, list(others)).params)
 
 
 def run_in_pipe(*arguments: str) -> subprocess.CompletedProcess[str]:

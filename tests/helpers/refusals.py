@@ -137,6 +137,25 @@ def refuses_type(
     return Refuses(TypeError, argument, values or got, where, hint=hint)
 
 
+class Misuse:
+    """An error about options of a command line that require or exclude each other.
+
+    Args:
+        words: the beginning of its text.
+    """
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def __repr__(self) -> str:
+        return self.words
+
+    def is_printed_in(self, text: str) -> bool:
+        """Return whether a line of the text is this error."""
+        beginning = f"mha-parity: error: {self.words}; "
+        return any(line.startswith(beginning) for line in text.splitlines())
+
+
 def _are_listed(settings: Mapping[str, Any], text: str) -> bool:
     """Return whether each setting is an item of a printed list, such as `a=1, b=2 and c=3`; `...`
     stands for any value.

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import ROOT
-from helpers.refusals import refuses
+from helpers.refusals import Misuse, refuses
 from helpers.samples import sample
 
 import parity.measure.backends
@@ -745,8 +745,11 @@ def test_single_framework_is_measured(tiny_plan, as_users_have_it):
         (["--dtypes", "float64"], refuses("--dtypes", {"--dtypes": "float64"})),
         (["--device", "tpu"], refuses("--device", {"--device": "tpu"})),
         (["--plot", "a.png", "--suites", "cores"], refuses("--plot", {"--suites": "cores"})),
-        (["--layers", "0", "--num-heads", "2"], refuses("--layers, --num-heads")),
-        (["--model", "x", "--suites", "cores"], refuses("--model")),
+        (["--layers", "0", "--num-heads", "2"], Misuse("--layers and --num-heads require --model")),
+        (
+            ["--model", "x", "--suites", "cores"],
+            Misuse("--model cannot be combined with --suites or --plot"),
+        ),
         (["--plot", "a.pdf"], refuses("--plot", {"--plot": "a.pdf"})),
         (["--json", "/nowhere/a.json"], refuses("--json", "/nowhere/a.json: ")),
     ],

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ROOT
+from helpers.command_line import parsed
 from helpers.heads import fused_attention
 
 import mha_torch
-from parity.use.cli.main import make_parser
 from parity_lab.bench.operations import (
     MARK,
     Event,
@@ -193,7 +193,7 @@ def test_gpu_benchmark_runs_its_cases_first():
     assert "set -e;" in recipe
     commands = [line.split() for line in re.findall(r"-m parity ([^;\n]+)", recipe)]
     options = [
-        make_parser().parse_args(["torch" if word == "$backends" else word for word in each])
-        for each in commands
+        parsed(["torch" if word == "$backends" else word for word in each]) for each in commands
     ]
-    assert [(each.command, each.device) for each in options] == [("run", "cuda"), ("bench", "cuda")]
+    assert [each[0] for each in commands] == ["run", "bench"]
+    assert [each["device"] for each in options] == ["cuda", "cuda"]

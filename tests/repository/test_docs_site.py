@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import ROOT
+from helpers.command_line import parsed
 from helpers.shell import environment, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -26,7 +27,6 @@ import parity
 from parity.explain.mutating.bugs import names as bugs_to_inject
 from parity.measure.core.weights import save_tensors
 from parity.port.conversion.layouts import LAYOUTS
-from parity.use.cli.main import make_parser
 from parity_lab.injections import INJECTIONS
 from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, selftest_bugs
 
@@ -769,13 +769,13 @@ def test_ci_recipe_commands_parse(ci_page, pytestconfig):
         program, *words = shlex.split(command, comments=True)
         programs[program] += 1
         if program == "mha-parity":
-            options = make_parser().parse_args(words)
-            if options.command == "mutate":
-                assert options.subject == "attention:attend"
+            options = parsed(words)
+            if words[0] == "mutate":
+                assert options["subject"] == "attention:attend"
                 assert [
-                    glob for glob in options.only if not fnmatch.filter(bugs_to_inject(), glob)
+                    glob for glob in options["only"] if not fnmatch.filter(bugs_to_inject(), glob)
                 ] == []
-                program, *words = options.tests
+                program, *words = options["tests"]
         if program == "pytest":
             assert words[-1] in files
         for word in words:

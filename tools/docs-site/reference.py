@@ -2,7 +2,6 @@
 fields and support.
 """
 
-import argparse
 import importlib
 import importlib.util
 import inspect
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import absent_ttnn
+import click
 from support import ARGUMENTS, FEATURES, NO_ARGUMENT, PATHS, YES, Feature, recorded
 
 import mha_spec
@@ -184,72 +184,58 @@ def docstring_of(module: ModuleType, name: str) -> list[str]:
 
 def command_pages() -> dict[str, str]:
     """A page for each command, and their list."""
-    from parity.use.cli.main import COMMANDS, GROUPS, command_named, make_parser
+    from parity.use.cli.main import COMMANDS, GROUPS, command_named
 
-    (commands,) = (
-        action
-        for action in make_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
     rows, names = [], []
     for group, members in GROUPS.items():
         rows.append((f"**{group.capitalize()}**", ""))
         for name in (each for each in members if each in COMMANDS):
-            rows.append((f"[`{name}`]({name}.md)", command_named(name).PAGE.line))
+            rows.append((f"[`{name}`]({name}.md)", command_named(name).line))
             names.append(name)
     more = "[Exit statuses and common options](../commands.md) hold for all of them."
     index = ["# Commands", table(("command", "result"), rows), more, toctree(names)]
-    return {
-        "reference/cli/index": "\n\n".join(index) + "\n",
-        **{
-            f"reference/cli/{name}": command_page(
-                name, command_named(name).PAGE, commands.choices[name]
-            )
-            for name in names
-        },
-    }
+    pages = {"reference/cli/index": "\n\n".join(index) + "\n"}
+    for name in names:
+        pages[f"reference/cli/{name}"] = command_page(name, command_named(name))
+    return pages
 
 
-def command_page(name: str, page, parser: argparse.ArgumentParser) -> str:
+def command_page(name: str, command) -> str:
     """The page of a command: what its `--help` prints."""
-    first, *rest = parser.format_usage().removeprefix("usage: ").splitlines()
-    usage = "\n".join([first, *(f"    {line.strip()}" for line in rest)])
+    from parity.use.cli.command import group_of
+
+    context = click.Context(command, info_name=f"mha-parity {name}")
+    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     parts = [
         f"# {name}",
-        page.about,
-        f"```text\n{usage.rstrip()}\n```",
-        f"Example:\n\n```text\n{page.example}\n```",
+        command.about,
+        f"```text\n{usage}\n```",
+        f"Example:\n\n```text\n{command.example}\n```",
     ]
-    if page.forms:
-        parts += [
-            "## Forms",
-            table(
-                ("arguments", "meaning"), ((f"`{form}`", meaning) for form, meaning in page.forms)
-            ),
-        ]
-    for group in sorted(
-        parser._action_groups, key=lambda group: group.title == "options"
-    ):  # which all commands have
-        shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
-        if shown and group.title:
-            rows = [(f"`{invocation(action)}`", action.help or "") for action in shown]
-            parts += [f"## {group.title.capitalize()}", table(("option", "meaning"), rows)]
-    wrong = f"\n- 1: {page.wrong}" if page.wrong else ""
+    if command.forms:
+        rows = [(f"`{form}`", meaning) for form, meaning in command.forms]
+        parts += ["## Forms", table(("arguments", "meaning"), rows)]
+    rows_by_title: dict[str, list[tuple[str, str]]] = {}
+    for parameter in command.get_params(context):
+        title = "arguments" if isinstance(parameter, click.Argument) else group_of(parameter)
+        row = (f"`{invocation(parameter, context)}`", parameter.help or "")
+        rows_by_title.setdefault(title, []).append(row)
+    for title, rows in rows_by_title.items():
+        header = "argument" if title == "arguments" else "option"
+        parts += [f"## {title.capitalize()}", table((header, "meaning"), rows)]
+    wrong = f"\n- 1: {command.wrong}" if command.wrong else ""
     parts.append(
-        f"## Exit status\n\n- 0: {page.well}{wrong}\n- 2: bad usage, or something is missing"
+        f"## Exit status\n\n- 0: {command.well}{wrong}\n- 2: bad usage, or something is missing"
     )
     return "\n\n".join(parts) + "\n"
 
 
-def invocation(action: argparse.Action) -> str:
-    """An option as it is typed."""
-    value = action.metavar or (
-        "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest
-    )
-    value = " ".join(value) if isinstance(value, tuple) else value
-    if not action.option_strings:
-        return str(value)
-    return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
+def invocation(parameter: click.Parameter, context: click.Context) -> str:
+    """An option or argument as it is typed."""
+    if isinstance(parameter, click.Argument):
+        return str(parameter.metavar)
+    flags = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    return flags if parameter.is_flag else f"{flags} {parameter.make_metavar(context)}"
 
 
 # ---- Tables --------------------------------------------------------------------------------------

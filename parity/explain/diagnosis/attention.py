@@ -90,9 +90,9 @@ def attention_for(
     """
     if spec.shared_kv:
         raise InputError("shared_kv", "be False for an input of tokens alone", shared_kv=True)
-    inputs = {"query": _input("query", query, spec.d_in)}
+    inputs = {"query": input_array("query", query, spec.d_in)}
     if key is not None:
-        inputs["key"] = _input("key", key, spec.d_kv)
+        inputs["key"] = input_array("key", key, spec.d_kv)
         if spec.rope is not None:
             raise InputError("key", "be absent for a layer with RoPE", rope=spec.rope)
     elif spec.d_kv != spec.d_in:
@@ -135,7 +135,13 @@ def read_array(path: str | os.PathLike[str]) -> np.ndarray:
         raise InputError(path, "hold one array as numpy.save writes it") from None
 
 
-def _input(name: str, x: np.ndarray, width: int) -> np.ndarray:
+def input_array(name: str, x: np.ndarray, width: int) -> np.ndarray:
+    """Return an input of a layer as (B, tokens, width) in float64.
+
+    Raises:
+        TypeError: if it is not floating-point.
+        ValueError: if it has another shape, or a value is not finite.
+    """
     if not is_floating(x.dtype):
         raise InputTypeError(
             name, "be an array of floating-point numbers", {f"{name}.dtype": x.dtype}

@@ -15,6 +15,7 @@ A large layer is searched in samples (`parity.explain.diagnosis.at_size`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,15 +104,19 @@ def diagnose(
     return replace(diagnosis, hidden=_hidden_bugs(stages, reference, arithmetic))
 
 
-def diagnose_trace(trace: Trace) -> Diagnosis:
+def diagnose_trace(trace: Trace, seconds: float = SECONDS) -> Diagnosis:
     """Find the bugs in the trace of a backend, except its stages that the reference lacks.
+
+    Args:
+        trace: the trace.
+        seconds: work of the search, see `diagnose`.
 
     Raises:
         ValueError: if it has no stages.
     """
     # The comparison of traces reports those.
     stages = stages_to_diagnose(trace.accumulated, trace.problem)
-    return diagnose(stages, trace.problem, arithmetic=trace.arithmetic)
+    return diagnose(stages, trace.problem, arithmetic=trace.arithmetic, seconds=seconds)
 
 
 def stages_to_diagnose(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[str, np.ndarray]:
@@ -512,6 +517,8 @@ def observe(
         function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv),
             or with `shared_kv` the k and v of another layer, (B, K, S, H). It has its own weights
             and masks, and returns the output, or (output, attention weights), or stages by name.
+            If tokens arrive in chunks, it is called once for each chunk (B, chunk, d_in), with the
+            cache that its previous call returned, see `parameter_of_cache`.
         problem: the case and its inputs.
         framework: of the function's arrays, `torch`, `jax` or `ttnn`.
 
@@ -520,16 +527,13 @@ def observe(
     """
     backend = load_backend(FRAMEWORKS[framework])
     with backend.lock(problem.dtype):
-        names = [name for name in ("query", "key", "k", "v") if name in problem.inputs]
-        arrays = [backend.from_numpy(problem.inputs[name]) for name in names]
-        try:
-            with user_code(function):
-                result = function(*arrays)
-        except Exception as error:  # any exception of the function
-            raise InputError(
-                "the function", "take the inputs", f"{type(error).__name__}: {error}"
-            ) from error
-        stages = stages_of("the function's", _stages_in(result), "output")
+        if problem.case.is_cached:
+            stages = _stages_of_calls(function, problem, backend.from_numpy)
+        else:
+            names = [name for name in ("query", "key", "k", "v") if name in problem.inputs]
+            arrays = [backend.from_numpy(problem.inputs[name]) for name in names]
+            result = _called(function, arrays, {})
+            stages = stages_of("the function's", _stages_in(result), "output")
         stages = {name: np.array(x) for name, x in stages.items()}
     unknown = unknown_names([*stages], problem)
     if unknown:
@@ -537,6 +541,64 @@ def observe(
         rule = f"be named as in STAGES, {names_of_stages}"
         raise InputError("stages", rule, str(unknown))
     return stages
+
+
+def parameter_of_cache(function: Callable[..., Any]) -> str:
+    """Return the parameter of a function that receives its cache: the first whose name contains
+    `cache` or `past`.
+
+    It is None in the first call, and then what the previous call returned as its second value. A
+    function without such a parameter, for which this is empty, has its cache in itself.
+    """
+    # The signature of a torch module's call is that of any module.
+    call = getattr(function, "forward", function)
+    try:
+        parameters = inspect.signature(call).parameters
+    except (TypeError, ValueError):
+        return ""
+    for name in parameters:
+        if "cache" in name or "past" in name:
+            return name
+    return ""
+
+
+def _stages_of_calls(
+    function: Callable[..., Any], problem: Problem, from_numpy: Callable[[np.ndarray], Any]
+) -> dict[str, np.ndarray]:
+    """Return the stages of all calls of a function that appends tokens to a cache."""
+    if problem.spec.shared_kv:
+        raise InputError("chunks", "be empty for a layer that shares keys and values")
+    name_of_cache = parameter_of_cache(function)
+    cache = None
+    stages: dict[str, np.ndarray] = {}
+    for step in range(len(problem.case.chunks)):
+        keywords = {name_of_cache: cache} if name_of_cache else {}
+        result = _called(function, [from_numpy(problem.step_input(step))], keywords)
+        if name_of_cache:
+            if not isinstance(result, tuple) or len(result) != 2:
+                rule = f"return its result and its cache, because it receives {name_of_cache}"
+                raise InputError("the function", rule, type(result).__name__)
+            result, cache = result
+        of_call = stages_of("the function's", _stages_in(result), "output")
+        for name, x in of_call.items():
+            # A copy, because the function may write into its arrays again.
+            stages[f"step{step}.{name}"] = np.array(x)
+    return stages
+
+
+def _called(function: Callable[..., Any], inputs: list[Any], keywords: Mapping[str, Any]) -> Any:
+    """Return the result of a function of the user.
+
+    Raises:
+        ValueError: if it raises an exception.
+    """
+    try:
+        with user_code(function):
+            return function(*inputs, **keywords)
+    except Exception as error:  # any exception of the function
+        raise InputError(
+            "the function", "take the inputs", f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _stages_in(result: Any) -> Mapping[str, Any]:

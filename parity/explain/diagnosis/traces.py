@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from parity.explain.diagnosis.diagnose import Diagnosis, Finding, diagnose_trace
+from parity.explain.diagnosis.diagnose import SECONDS, Diagnosis, Finding, diagnose_trace
 from parity.measure.core.compare import Comparison, first_difference
 from parity.measure.core.trace import Reference, Trace, judge
 
@@ -38,12 +38,15 @@ def _distance(one: np.ndarray | None, other: np.ndarray | None) -> float:
     return float(difference.max(initial=0.0))
 
 
-def diagnose_worst(traces: Sequence[Trace], sides: Sequence[Sequence[Comparison]]) -> Diagnosis:
+def diagnose_worst(
+    traces: Sequence[Trace], sides: Sequence[Sequence[Comparison]], seconds: float = SECONDS
+) -> Diagnosis:
     """Diagnose the trace whose first wrong stage comes first.
 
     Args:
         traces: of one problem.
         sides: the comparisons of each with the reference.
+        seconds: work of the search for bugs, see `diagnose`.
     """
     order: dict[str, int] = {}
     for comparisons in sides:
@@ -56,7 +59,7 @@ def diagnose_worst(traces: Sequence[Trace], sides: Sequence[Sequence[Comparison]
             continue
         if difference is None or order[first.stage] < order[difference.stage]:
             worst, difference = number, first
-    diagnosis = diagnose_trace(traces[worst])
+    diagnosis = diagnose_trace(traces[worst], seconds)
     if diagnosis.is_wrong or difference is None or difference.stage in diagnosis.conventions:
         return diagnosis
     # A gradient, a dtype or a missing stage: no bug in the formulas would explain it.

@@ -25,7 +25,6 @@ OPTIONAL = {
     ),
     "keras": ("keras", "keras in `conformance --libraries`"),
     "equinox": ("equinox", "equinox in `conformance --libraries`"),
-    "shtab": ("shtab", "`mha-parity --print-completion`"),
     "pytest": ("pytest", "the fixture assert_parity; the function needs no pytest"),
 }
 """Module and purpose of each package, by the name to install."""

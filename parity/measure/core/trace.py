@@ -44,6 +44,7 @@ class Trace:
             stages.
         error: error of the backend; the trace then has no stages either.
         folder: source folder; empty if computed here.
+        path: source file; empty if computed here.
         is_named_by_folder: reports add the folder to the backend's name, because another trace has
             the same name.
     """
@@ -58,6 +59,7 @@ class Trace:
     skipped: str = ""
     error: str = ""
     folder: str = ""
+    path: str = ""
     is_named_by_folder: bool = False
 
     @property

@@ -31,7 +31,7 @@ def convert(
     Args:
         weights: arrays of any framework by name, in the source's layout, without any prefix: a
             torch state dict, a Flax state or nested dict, NumPy arrays.
-        source, target: names of layouts: `mha-parity layouts` lists them.
+        source, target: names of layouts: `mha-parity inspect --layouts` lists them.
         keywords: num_heads, num_kv_heads and head_dim, if the shapes are ambiguous; rope, the RoPE
             of queries and keys, which decides how some layouts pad heads. Or spec, the whole layer,
             instead of these; it is required for layers with norms, sinks, a gate or latents, which

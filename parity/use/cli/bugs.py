@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-import argparse
+import click
 
-from parity.use.cli.help import Page, Result
-from parity.use.cli.messages import refusal
-
-PAGE = Page(
-    "describe known bugs: symptoms, reproduction, fix",
-    "Describe known bugs: their symptoms, a few lines that reproduce them, and the fix. Without a "
-    "name, list the pages. `diagnose` and failing tests name these pages.",
-    "mha-parity bugs rope-pairs",
-    "printed",
+from parity.use.cli.command import (
+    Completions,
+    Options,
+    Result,
+    argument,
+    beginning_with,
+    command,
+    option,
 )
+from parity.use.cli.messages import contradiction
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="a page or a bug; default: list the pages"
-    )
-    parser.add_argument("--all", action="store_true", help="list every bug with its page")
+def _names(context: click.Context, parameter: click.Parameter, incomplete: str) -> Completions:
+    """Complete the name of a page."""
+    from parity.use.reporting.bugs import bug_lines
+
+    return beginning_with(bug_lines(), incomplete)
 
 
-def run(options: argparse.Namespace) -> Result:
+@command(
+    "describe known bugs: symptoms, reproduction, fix",
+    about=(
+        "Describe known bugs: their symptoms, a few lines that reproduce them, and the fix. "
+        "Without a name, list the pages. `diagnose` and failing tests name these pages."
+    ),
+    example="mha-parity bugs rope-pairs",
+    well="printed",
+)
+@argument(
+    "names",
+    nargs=-1,
+    metavar="NAME",
+    help="a page or a bug; default: list the pages",
+    shell_complete=_names,
+)
+@option("--all", is_flag=True, help="list every bug with its page")
+def run(options: Options) -> Result:
     """Print pages, or a list."""
     from parity.use.reporting.bugs import (
         bug_lines,
@@ -36,7 +53,7 @@ def run(options: argparse.Namespace) -> Result:
     from parity.use.reporting.console import console
 
     if options.all and options.names:
-        raise refusal("--all", "be passed without NAME", " ".join(options.names))
+        raise contradiction("--all", "NAME")
     if options.all:
         bugs = bug_pages()
         print_bugs(bugs, console())

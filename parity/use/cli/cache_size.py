@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
-
-from parity.use.cli.help import Page, Result
+from parity.use.cli.command import Options, Result, command, option
 from parity.use.cli.options import check_names, check_range, dtype_name
 
 MOST_SIZE = 2**63 - 1
 """The largest size of an axis of an array."""
 
-PAGE = Page(
+
+@command(
     "compute the memory of a key/value cache",
-    "Compute the memory of a key/value cache.",
-    "mha-parity cache-size --num-kv-heads 8 --head-dim 128 --capacity 8192 --num-layers 80",
-    "computed",
+    about="Compute the memory of a key/value cache.",
+    example="mha-parity cache-size --num-kv-heads 8 --head-dim 128 --capacity 8192 --num-layers 80",
+    well="computed",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--batch-size", type=int, default=1, metavar="B", help="sequences; default: 1"
-    )
-    parser.add_argument(
-        "--num-kv-heads", type=int, required=True, metavar="K", help="key/value heads"
-    )
-    parser.add_argument(
-        "--head-dim", type=int, required=True, metavar="H", help="features of a head"
-    )
-    parser.add_argument(
-        "--capacity", type=int, required=True, metavar="S", help="tokens of each sequence"
-    )
-    parser.add_argument("--num-layers", type=int, default=1, metavar="L", help="layers; default: 1")
-    parser.add_argument(
-        "--dtype",
-        type=dtype_name,
-        default="float16",
-        help="float32, bfloat16, float16, float64; default: float16",
-    )
-
-
-def run(options: argparse.Namespace) -> Result:
+@option("--batch-size", type=int, default=1, metavar="B", help="sequences; default: 1")
+@option("--num-kv-heads", type=int, required=True, metavar="K", help="key/value heads")
+@option("--head-dim", type=int, required=True, metavar="H", help="features of a head")
+@option("--capacity", type=int, required=True, metavar="S", help="tokens of each sequence")
+@option("--num-layers", type=int, default=1, metavar="L", help="layers; default: 1")
+@option(
+    "--dtype",
+    type=dtype_name,
+    default="float16",
+    help="float32, bfloat16, float16, float64; default: float16",
+)
+def run(options: Options) -> Result:
     """Print the size."""
     from mha_spec import AttentionSpec
     from parity.measure.core.case import DTYPES

@@ -2,49 +2,124 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
-from parity.use.cli.help import Page, Result
-from parity.use.cli.messages import refusal
-from parity.use.cli.reports import (
-    add_length_options,
-    add_report_options,
-    add_skip_option,
-    attention_maps,
-    print_and_write,
+from parity.use.cli.command import Options, Result, argument, command, group, option
+from parity.use.cli.layers import layer_options, weight_options
+from parity.use.cli.messages import contradiction, refusal, requires
+from parity.use.cli.options import flag_of
+from parity.use.cli.paths import kind_of
+from parity.use.cli.reports import attention_maps, print_and_write, report_options, skip_option
+
+
+@command(
+    "compare traces, recordings of models, or files of weights",
+    about=(
+        "Compare what the inputs are. Traces, which `run --save-traces` wrote in any environment, "
+        "are compared with the reference. A recording of `parity.tap` is compared layer by layer, "
+        "with the model in --model or with a second recording. Two files of weights are compared "
+        "tensor by tensor, and stage by stage, whatever their layouts."
+    ),
+    example="mha-parity compare traces/torch traces/tt",
+    well="everything is compared and agrees",
+    wrong="something differs",
+    forms=(
+        ("TRACES…", "folders of traces, or single traces"),
+        ("RECORDING --model FOLDER", "a recording of parity.tap, and its model"),
+        ("RECORDING RECORDING", "two recordings of one model"),
+        ("FILE FILE --prefix 'layers.{i}.attn'", "the layers of two files or folders of weights"),
+    ),
+    has_quiet_form=True,
 )
-
-PAGE = Page(
-    "check traces saved elsewhere, or recordings of models",
-    "Check traces that `run --save-traces` wrote in another environment or on another machine. Or "
-    "check a recording of `parity.tap` layer by layer, against the model in --model or a second "
-    "recording.",
-    "mha-parity compare traces/torch traces/tt",
-    "every stage of all inputs agrees",
-    "a stage differs",
+@argument(
+    "files",
+    nargs=-1,
+    required=True,
+    metavar="INPUT",
+    help="traces, recordings or files of weights: see the forms below",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "traces", nargs="+", metavar="INPUT", help="folders of traces, single traces, or recordings"
-    )
-    parser.add_argument(
-        "--model", metavar="FOLDER", help="with recordings: the model, with config.json and weights"
-    )
-    add_skip_option(parser)
-    add_length_options(parser)
-    add_report_options(parser)
-
-
-def run(options: argparse.Namespace) -> Result:
-    """Compare the traces, print the report and write it."""
+@option(
+    "--model", metavar="FOLDER", help="with recordings: the model, with config.json and weights"
+)
+@skip_option()
+@report_options()
+@group(
+    "files of weights, each option once for both or twice",
+    option(
+        "--from",
+        "layouts",
+        multiple=True,
+        metavar="LAYOUT",
+        help="layout of both files, or of each; default: from their metadata",
+    ),
+    weight_options("the layer, in both files or each", many=True),
+)
+def run(options: Options) -> Result:
+    """Compare the inputs, print the report and write it."""
     from parity.use.cli import taps
+    from parity.use.cli.weight_files import compare_weight_files
+    from parity.use.reporting.console import working
     from parity.use.running.run import compare_traces
 
-    if taps.are_taps(options.traces):
+    if taps.are_taps(options.files):
+        _check_without_weights(options)
         return taps.compare_recordings(options)
     if options.model is not None:
-        raise refusal("--model", "be passed with recordings", " ".join(options.traces))
+        raise requires("--model", "recordings")
+    if _are_weights(options.files):
+        _check_without_report(options)
+        return compare_weight_files(options)
+    _check_without_weights(options)
     maps = attention_maps(options)
-    return print_and_write(options, compare_traces(options.traces, on_judged=maps), maps)
+    with working("comparing traces with the reference"):
+        report = compare_traces(options.files, on_judged=maps)
+    return print_and_write(options, report, maps)
+
+
+def _are_weights(paths: Sequence[str]) -> bool:
+    """Return whether paths are two files or folders of weights; reject a mixture."""
+    are_weights = [_is_weights(Path(path)) for path in paths]
+    if not any(are_weights):
+        return False
+    if not all(are_weights) or len(paths) != 2:
+        kinds = "traces, one or two recordings, or two files of weights"
+        raise refusal("INPUT", f"be {kinds}", " ".join(paths))
+    return True
+
+
+def _is_weights(path: Path) -> bool:
+    """Return whether a path has weights, and no trace."""
+    if path.is_file():
+        return kind_of(str(path)) != "trace"
+    if not path.is_dir():
+        return False  # reading traces reports what is missing
+    if (path / "config.json").exists():
+        return True
+    tensors = sorted(path.rglob("*.safetensors"))
+    # All files of a folder are of one kind; in a folder of another format none is a trace.
+    if tensors:
+        return kind_of(str(tensors[0])) != "trace"
+    return any(path.iterdir())
+
+
+def _check_without_weights(options: Options) -> None:
+    """Reject options about files of weights."""
+    of_weights = {
+        "from": options.layouts,
+        "prefix": options.prefix,
+        "layout": options.layout_files,
+        **layer_options(options),
+    }
+    passed = [flag_of(name) for name, value in of_weights.items() if value]
+    if passed:
+        raise requires(passed, "two files of weights")
+
+
+def _check_without_report(options: Options) -> None:
+    """Reject options about reports of stages."""
+    for name in ("junit", "html", "allow_skipped"):
+        if getattr(options, name):
+            raise contradiction(flag_of(name), "files of weights")
+    if options.output_format != "text":
+        raise contradiction("--output-format", "files of weights")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 
-from parity.use.cli.help import Page, Result
-from parity.use.cli.messages import refusal
+from parity.use.cli.command import Options, Result, argument, command, option
+from parity.use.cli.messages import contradiction, refusal, requires
 from parity.use.cli.options import (
-    add_declarations,
     check_names,
+    declarations,
     dtype_list,
     flag_of,
     matching,
@@ -20,62 +19,60 @@ DECLARATIONS = ("framework", "params", "axes", "d_model", "num_heads", "num_kv_h
 DECLARATIONS += ("mask_name", "mask_true", "causal_name", "causal_alignment")
 """Options that declare properties of the callable."""
 
-PAGE = Page(
+
+@command(
     "report how an attention treats masks, empty rows and NaN",
-    "Report the conventions of an attention (mask polarity, causal alignment, fully masked rows, "
-    "…) and the guarantees that it breaks. It is your own function or module, or one of torch, "
-    "JAX, Flax, Keras and Equinox.",
-    "mha-parity conformance my_package.attention:attention --mask-true hides",
-    "no guarantee is broken",
-    "one is broken",
+    about=(
+        "Report the conventions of an attention (mask polarity, causal alignment, fully masked "
+        "rows, …) and the guarantees that it breaks. It is your own function or module, or one of"
+        " torch, JAX, Flax, Keras and Equinox."
+    ),
+    example="mha-parity conformance my_package.attention:attention --mask-true hides",
+    well="no guarantee is broken",
+    wrong="one is broken",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "subject",
-        nargs="?",
-        metavar="PKG.MODULE:CALLABLE",
-        help="a function, a module, or a function that makes a module",
-    )
-    parser.add_argument(
-        "--libraries",
-        action="store_true",
-        help=(
-            "examine the attention of torch, JAX, Flax, Keras and Equinox, and the layers of "
-            "this project"
-        ),
-    )
-    parser.add_argument(
-        "--only",
-        type=name_list,
-        metavar="GLOBS",
-        help="with --libraries: only these, such as 'keras*,torch*'",
-    )
-    parser.add_argument(
-        "--checks",
-        type=name_list,
-        metavar="A,B",
-        help="rows of the matrix, such as 'mask,empty row'; default: all",
-    )
-    parser.add_argument(
-        "--dtypes",
-        type=dtype_list,
-        metavar="A,B",
-        help="default: float32,bfloat16,float16; for ttnn: bfloat16",
-    )
-    add_declarations(parser, ("torch", "jax", "ttnn"))
-    parser.add_argument("--d-model", type=int, metavar="E", help="width of a layer's inputs")
-    parser.add_argument("--num-heads", type=int, metavar="N", help="query heads of a layer")
-    parser.add_argument(
-        "--num-kv-heads",
-        type=int,
-        metavar="K",
-        help="key/value heads, to declare grouped heads as supported",
-    )
-
-
-def run(options: argparse.Namespace) -> Result:
+@argument(
+    "subject",
+    required=False,
+    metavar="PKG.MODULE:CALLABLE",
+    help="a function, a module, or a function that makes a module",
+)
+@option(
+    "--libraries",
+    is_flag=True,
+    help=(
+        "examine the attention of torch, JAX, Flax, Keras and Equinox, and the layers of this"
+        " project"
+    ),
+)
+@option(
+    "--only",
+    type=name_list,
+    metavar="GLOBS",
+    help="with --libraries: only these, such as 'keras*,torch*'",
+)
+@option(
+    "--checks",
+    type=name_list,
+    metavar="A,B",
+    help="rows of the matrix, such as 'mask,empty row'; default: all",
+)
+@option(
+    "--dtypes",
+    type=dtype_list,
+    metavar="A,B",
+    help="default: float32,bfloat16,float16; for ttnn: bfloat16",
+)
+@declarations(("torch", "jax", "ttnn"))
+@option("--d-model", type=int, metavar="E", help="width of a layer's inputs")
+@option("--num-heads", type=int, metavar="N", help="query heads of a layer")
+@option(
+    "--num-kv-heads",
+    type=int,
+    metavar="K",
+    help="key/value heads, to declare grouped heads as supported",
+)
+def run(options: Options) -> Result:
     """Run the checks, and print the matrix."""
     from parity.explain.conformance.answers import exit_status, unexamined_dtypes
     from parity.explain.conformance.discover import load_callable, load_params
@@ -85,7 +82,7 @@ def run(options: argparse.Namespace) -> Result:
     from parity.explain.conformance.subjects import DTYPES
     from parity.measure.core.packages import installed
     from parity.use.reporting.conformance import print_conformance
-    from parity.use.reporting.console import console, progress_bar
+    from parity.use.reporting.console import console, progress_bar, working
 
     if options.libraries == (options.subject is not None):
         raise refusal("PKG.MODULE:CALLABLE or --libraries", "be passed, and not both")
@@ -99,22 +96,23 @@ def run(options: argparse.Namespace) -> Result:
     check_names("--checks", options.checks, QUESTIONS)
     if options.libraries:
         if flags:
-            raise refusal("--libraries", f"not be combined with {', '.join(flags)}")
+            raise contradiction("--libraries", [*flags])
         names = matching("--only", options.only or ["*"], PEERS)
         with progress_bar(len(names)) as on_subject:
             answers = examine_peers(names, options.checks, options.dtypes, on_subject=on_subject)
     else:
         if options.only is not None:
-            only = ",".join(options.only)
-            raise refusal("--only", "be passed with --libraries", {"--only": only})
+            raise requires("--only", "--libraries")
         if options.params is not None:
             declared["params"] = load_params(options.params)
         if "causal_alignment" in declared:
             declared["causal"] = declared.pop("causal_alignment")
         target = load_callable(options.subject)
-        answers = [
-            examine(target, options.checks, options.dtypes, name=options.subject, **declared)
-        ]
+        with working(f"examining {options.subject}"):
+            answer = examine(
+                target, options.checks, options.dtypes, name=options.subject, **declared
+            )
+        answers = [answer]
 
     def command_for(subject: str, question: str) -> str:
         """Return the command line that repeats one check."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from parity.measure.text import some_of
-from parity.use.cli.help import Page, Result
+from parity.use.cli.command import OneOf, Options, Result, argument, command, option
 from parity.use.cli.layers import (
-    add_layer_options,
     layer_options,
     passed_layer_flags,
     warn_of_parts,
+    weight_options,
 )
 from parity.use.cli.messages import refusal, warn
 from parity.use.cli.options import name_list
@@ -33,73 +32,8 @@ MOST_GIB = 2**20
 enough for its bytes to be an exact integer.
 """
 
-PAGE = Page(
-    "convert attention weights between layouts",
-    "Convert the attention layers of a checkpoint between layouts, tensor by tensor, and keep or "
-    "drop all other tensors. If the file is ambiguous, an error names the flag that decides. DST "
-    "is written completely or not at all.",
-    "mha-parity convert model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
-    "      --to flax.nnx --prefix 'model.layers.{i}.self_attn' --num-heads 32",
-    "written",
-)
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", metavar="SRC", help="a file, or a folder of shards or of files of ranks"
-    )
-    parser.add_argument(
-        "target", metavar="DST", help="a file, whose suffix selects the format, or a folder"
-    )
-    parser.add_argument(
-        "--from", dest="layout", metavar="LAYOUT", help="layout of SRC; default: from its metadata"
-    )
-    parser.add_argument(
-        "--to", required=True, metavar="LAYOUT", help="layout of DST: see `mha-parity layouts`"
-    )
-    parser.add_argument(
-        "--to-prefix", metavar="P", help="prefix in DST; without {i}, layers are stacked on an axis"
-    )
-    parser.add_argument(
-        "--rest",
-        choices=("keep", "drop"),
-        default="keep",
-        help="keep or drop all other tensors; default: keep",
-    )
-    parser.add_argument(
-        "--drop",
-        type=name_list,
-        default=[],
-        metavar="A,B",
-        help=(
-            "features to leave out if DST cannot hold them, such as rope.scaling or soft_cap; "
-            "the file records them"
-        ),
-    )
-    parser.add_argument(
-        "--fill-bias", action="store_true", help="add biases of zeros if DST needs biases"
-    )
-    parser.add_argument(
-        "--max-shard-gib", type=float, metavar="G", help="split DST into files of at most this size"
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="R",
-        help="divide the heads over R ranks: DST is a new folder with one file per rank",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="replace DST, if it is of the same format"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="read everything, report the result or the errors, and write nothing",
-    )
-    add_layer_options(parser, "a layer")
-
-
-def may_write(options: argparse.Namespace, path: str) -> bool:
+def may_write(options: Options, path: str) -> bool:
     """Return whether a file may be one of DST: the file, its shards and their index, or anything in
     a new folder.
     """
@@ -146,7 +80,65 @@ def _without_drop(words: Sequence[str]) -> list[str]:
     return remaining
 
 
-def run(options: argparse.Namespace) -> Result:
+@command(
+    "convert attention weights between layouts",
+    about=(
+        "Convert the attention layers of a checkpoint between layouts, tensor by tensor, and keep"
+        " or drop all other tensors. If the file is ambiguous, an error names the flag that "
+        "decides. DST is written completely or not at all."
+    ),
+    example=(
+        "mha-parity convert model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
+        "      --to flax.nnx --prefix 'model.layers.{i}.self_attn' --num-heads 32"
+    ),
+    well="written",
+    may_write=may_write,
+)
+@argument("source", metavar="SRC", help="a file, or a folder of shards or of files of ranks")
+@argument("target", metavar="DST", help="a file, whose suffix selects the format, or a folder")
+@option("--from", "layout", metavar="LAYOUT", help="layout of SRC; default: from its metadata")
+@option(
+    "--to",
+    required=True,
+    metavar="LAYOUT",
+    help="layout of DST: see `mha-parity inspect --layouts`",
+)
+@option(
+    "--to-prefix", metavar="P", help="prefix in DST; without {i}, layers are stacked on an axis"
+)
+@option(
+    "--rest",
+    type=OneOf(("keep", "drop")),
+    default="keep",
+    help="keep or drop all other tensors; default: keep",
+)
+@option(
+    "--drop",
+    type=name_list,
+    metavar="A,B",
+    help=(
+        "features to leave out if DST cannot hold them, such as rope.scaling or soft_cap; the"
+        " file records them"
+    ),
+)
+@option("--fill-bias", is_flag=True, help="add biases of zeros if DST needs biases")
+@option(
+    "--max-shard-gib", type=float, metavar="G", help="split DST into files of at most this size"
+)
+@option(
+    "--ranks",
+    type=int,
+    metavar="R",
+    help="divide the heads over R ranks: DST is a new folder with one file per rank",
+)
+@option("--force", is_flag=True, help="replace DST, if it is of the same format")
+@option(
+    "--dry-run",
+    is_flag=True,
+    help="read everything, report the result or the errors, and write nothing",
+)
+@weight_options("a layer")
+def run(options: Options) -> Result:
     """Convert, and print the result for the tensors."""
     from parity.port.conversion.checkpoint import Checkpoint
     from parity.port.conversion.layouts.losses import LossyError
@@ -230,7 +222,7 @@ def run(options: argparse.Namespace) -> Result:
     return 0, converted
 
 
-def _may_observe(options: argparse.Namespace) -> bool:
+def _may_observe(options: Options) -> bool:
     """Return whether layers that no rules specify can be observed, and no option specifies them."""
     if passed_layer_flags(options):
         return False
@@ -238,7 +230,7 @@ def _may_observe(options: argparse.Namespace) -> bool:
 
 
 def _convert(
-    checkpoint: Checkpoint, options: argparse.Namespace, on_tensor: Callable[[str], None]
+    checkpoint: Checkpoint, options: Options, on_tensor: Callable[[str], None]
 ) -> Converted:
     """Convert the layers of a checkpoint as the options ask for."""
     from parity.port.conversion.hints import CALLER, LayerHints
@@ -250,13 +242,13 @@ def _convert(
     hints = LayerHints.by(CALLER, **layer_options(options))
     gib = options.max_shard_gib
     layers = checkpoint.layers(
-        hints, options.layout, options.prefix, argument="source", drop=options.drop
+        hints, options.layout, options.prefix, argument="source", drop=options.drop or []
     )
     plan = layers.plan(
         target,
         to_prefix=options.to_prefix,
         keep_rest=options.rest == "keep",
-        drop=options.drop,
+        drop=options.drop or [],
         fill_bias=options.fill_bias,
     )
     return plan.write(

@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from parity.use.cli.help import Page, Result
+from parity.measure.text import counted
+from parity.use.cli.command import Options, Result, argument, command, group, option
 from parity.use.cli.layers import (
     ASSUMED_CAUSAL,
-    add_layer_options,
-    layer_options,
     pairs_of_layers,
     status_of,
+    weight_options,
 )
-from parity.use.cli.messages import refusal
-from parity.use.cli.options import add_causal_option, add_params_option
+from parity.use.cli.messages import contradiction, refusal, requires, warn
+from parity.use.cli.options import (
+    FrameworkName,
+    causal_option,
+    check_range,
+    params_option,
+    size_list,
+)
+from parity.use.cli.own_layer import own_layer
 from parity.use.cli.paths import kind_of
-from parity.use.cli.reports import add_html_option, attention_maps, write_page
+from parity.use.cli.reports import attention_maps, html_option, write_page
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.explain.diagnosis.weights.differences import WeightsComparison
-    from parity.measure.core.problem import Problem
     from parity.use.running.report import Report
 
-PAGE = Page(
+
+@command(
     "name the wrong layer, the wrong stage and the bug",
-    "Find out why an implementation differs from the reference. The result is the known bug, or "
-    "the two, that explain the difference.",
-    "mha-parity diagnose my_package.attention:attention --weights layer.safetensors",
-    "nothing differs by more than rounding",
-    "something differs",
+    about=(
+        "Find out why an implementation differs from the reference. The result is the known bug, "
+        "or the two, that explain the difference."
+    ),
+    example="mha-parity diagnose my_port:layer --model checkpoints/llama --layer 3",
+    well="nothing differs by more than rounding",
+    wrong="something differs",
     forms=(
         (
-            "PKG.MODULE:FUNCTION --weights FILE",
-            "your function, with the weights that it should have",
+            "MODULE:FUNCTION --model FOLDER --layer 3",
+            "your layer, and the model that it is part of",
         ),
+        ("MODULE:FUNCTION --weights FILE", "your layer, and the file of its right weights"),
         ("TRACE", "a trace that `run --save-traces` wrote"),
         ("TRACE TRACE", "two traces of one case"),
         ("FILE FILE", "two files of weights"),
@@ -49,64 +58,95 @@ PAGE = Page(
         ("FILE… --mesh tensor=4 --weights FILE", "the stages of each rank"),
     ),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files",
-        nargs="+",
-        metavar="INPUT",
-        help="a function, traces, recordings or weight files: see the forms below",
-    )
-    parser.add_argument(
-        "--weights",
-        metavar="FILE",
-        help="correct weights of the function, or of the layer that ranks divide",
-    )
-    parser.add_argument(
-        "--model", metavar="FOLDER", help="model of the recordings, with config.json and weights"
-    )
-    parser.add_argument(
-        "--framework",
-        choices=("torch", "jax", "ttnn"),
-        help="framework of a function, if it cannot be inferred",
-    )
-    add_params_option(parser)
-    add_causal_option(
-        parser, "causal mask of a function or of ranks; default: --causal for self-attention"
-    )
-    parser.add_argument(
-        "--mesh",
-        metavar="tensor=4",
-        help=(
-            "files are the stages of ranks, in order; ranks divide the heads (tensor) or tokens "
-            "(sequence)"
-        ),
-    )
-    parser.add_argument(
-        "--case",
-        metavar="NAME",
-        help="with --mesh: the case that ranks computed, instead of --weights",
-    )
-    parser.add_argument(
-        "--from",
-        dest="layouts",
-        action="append",
-        default=[],
+@argument(
+    "files",
+    nargs=-1,
+    required=True,
+    metavar="INPUT",
+    help="a function, traces, recordings or weight files: see the forms below",
+)
+@option(
+    "--weights",
+    metavar="FILE",
+    help="right weights of your function, or of the layer that ranks divide",
+)
+@option(
+    "--model",
+    metavar="FOLDER",
+    help="model of your function or of recordings, with config.json and weights",
+)
+@group(
+    "your function",
+    option(
+        "--layer",
+        type=int,
+        metavar="N",
+        help="number of its layer in --model or --weights",
+    ),
+    option(
+        "--names",
+        "weight_names",
         metavar="LAYOUT",
-        help="layout of both weight files, or of each",
-    )
-    add_layer_options(parser, "the layer, in both files or each", many=True)
-    add_html_option(parser)
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="also print alternatives, patterns, nearest bugs and conventions",
-    )
-
-
-def run(options: argparse.Namespace) -> Result:
+        help=(
+            "names of the weights that it receives: canonical (default), model for those of the "
+            "file, or a layout, such as flax.nnx or the file of a table"
+        ),
+    ),
+    option(
+        "--chunks",
+        type=size_list,
+        metavar="48,1,1",
+        help=(
+            "call it once for each chunk with this number of tokens; its parameter for a cache "
+            "receives what the previous call returned second"
+        ),
+    ),
+    option("--seq-len", type=int, metavar="N", help="tokens to draw; default: 19"),
+    option(
+        "--input",
+        metavar="NPY",
+        help="its input, (tokens, width) or (B, tokens, width)",
+    ),
+    option(
+        "--key-input",
+        metavar="NPY",
+        help="with --input: sequence to attend to, for cross-attention",
+    ),
+    option(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="limit of the search for bugs, also for traces; inf tries everything; default: 5",
+    ),
+    option(
+        "--framework",
+        type=FrameworkName(("torch", "jax", "ttnn")),
+        help="its framework, if it cannot be inferred",
+    ),
+    params_option(),
+)
+@causal_option("causal mask of a function or of ranks; default: --causal for self-attention")
+@option(
+    "--mesh",
+    metavar="tensor=4",
+    help=(
+        "files are the stages of ranks, in order; ranks divide the heads (tensor) or tokens "
+        "(sequence)"
+    ),
+)
+@option(
+    "--case", metavar="CASE", help="with --mesh: the case that ranks computed, instead of --weights"
+)
+@option(
+    "--from",
+    "layouts",
+    multiple=True,
+    metavar="LAYOUT",
+    help="layout of both weight files, or of each",
+)
+@weight_options("the layer, in both files or each", many=True)
+@html_option()
+def run(options: Options) -> Result:
     """Print what explains a difference."""
     from parity.use.cli import ranks, taps
     from parity.use.reporting.console import console
@@ -119,22 +159,23 @@ def run(options: argparse.Namespace) -> Result:
         _check_for_ranks(options, inputs)
         return ranks.diagnose_division(options)
     if options.case is not None:
-        raise refusal("--case", "be passed with --mesh")
+        raise requires("--case", "--mesh")
     if taps.are_taps(options.files):
         _check_for_recordings(options, inputs)
         return taps.diagnose_recordings(options)
-    if options.model is not None:
-        raise refusal("--model", "be passed with recordings", inputs)
     is_function = _is_function(options.files)
-    if not is_function:
-        needless = _passed({**_of_function(options), "--weights": options.weights})
+    if is_function:
+        _check_for_function(options)
+    else:
+        of_right_layer = {"--weights": options.weights, "--model": options.model}
+        needless = _passed({**_of_function(options), **of_right_layer})
         if needless:
-            raise refusal(needless, "be passed with PKG.MODULE:FUNCTION", inputs)
+            raise requires(needless, "MODULE:FUNCTION")
     maps = attention_maps(options)
     if is_function:
         diagnosis, report = _diagnose_function(options, out)
     elif len(options.files) <= 2 and _are_traces(options.files):
-        diagnosis = _diagnose_traces(options.files, out, verbose=options.verbose)
+        diagnosis = _diagnose_traces(options, out)
         report = None if options.html is None else compare_traces(options.files, on_judged=maps)
     elif len(options.files) == 2:
         return _diagnose_weights(options, out)
@@ -146,38 +187,74 @@ def run(options: argparse.Namespace) -> Result:
     return 1 if diagnosis.is_wrong else 0, diagnosis
 
 
-def _check_for_ranks(options: argparse.Namespace, inputs: str) -> None:
+def _check_for_function(options: Options) -> None:
+    """Reject options of a function that contradict each other."""
+    from parity.use.running.models import LONGEST
+
+    if options.weights is not None and options.model is not None:
+        raise contradiction("--weights", "--model")
+    if options.seq_len is not None:
+        if options.input is not None or options.chunks is not None:
+            raise contradiction("--seq-len", "--input or --chunks")
+        check_range(options, "seq_len", 1, LONGEST)
+    if options.chunks is not None and sum(options.chunks) > LONGEST:
+        rule = f"have at most {LONGEST} tokens"
+        raise refusal("--chunks", rule, {"--chunks": sum(options.chunks)})
+    if options.key_input is not None and options.input is None:
+        raise requires("--key-input", "--input")
+
+
+def _seconds(options: Options) -> float:
+    """Return the limit of the search for bugs."""
+    from parity.explain.diagnosis.diagnose import SECONDS
+
+    if options.seconds is None:
+        return SECONDS
+    if not options.seconds > 0:
+        raise refusal("--seconds", "be above 0", {"--seconds": options.seconds})
+    return options.seconds
+
+
+def _check_for_ranks(options: Options, inputs: str) -> None:
     """Reject options that do not concern the stages of ranks."""
-    for flag, value in {"--framework": options.framework, "--params": options.params}.items():
-        if value is not None:
-            raise refusal(flag, "be passed with PKG.MODULE:FUNCTION", inputs)
+    # Ranks also may be causal or not.
+    of_function = {**_of_function(options), "--causal": None, "--seconds": options.seconds}
+    needless = _passed({**of_function, "--model": options.model})
+    if needless:
+        raise requires(needless, "MODULE:FUNCTION")
     if options.html is not None:
         raise refusal("--html", "be left out with --mesh")
 
 
-def _check_for_recordings(options: argparse.Namespace, inputs: str) -> None:
+def _check_for_recordings(options: Options, inputs: str) -> None:
     """Reject options that do not concern recordings."""
     if options.weights is not None:
         hint = "--model has the folder of their model"
         raise refusal("--weights", "be left out for recordings", inputs, hint=hint)
     of_files = {"--from": options.layouts or None, "--prefix": options.prefix or None}
-    needless = _passed({**_of_function(options), **of_files})
+    needless = _passed({**_of_function(options), **of_files, "--seconds": options.seconds})
     if needless:
-        raise refusal(needless, "be left out for recordings", inputs)
+        raise contradiction(needless[0], "recordings")
 
 
-def _of_function(options: argparse.Namespace) -> dict[str, Any]:
+def _of_function(options: Options) -> dict[str, Any]:
     """Return the options that only a function has, with their values."""
     return {
+        "--layer": options.layer,
+        "--names": options.weight_names,
+        "--chunks": options.chunks,
+        "--seq-len": options.seq_len,
+        "--input": options.input,
+        "--key-input": options.key_input,
         "--framework": options.framework,
         "--params": options.params,
         "--causal": options.causal,
     }
 
 
-def _passed(values: Mapping[str, Any]) -> str:
-    """Return the options that were passed; empty if none was."""
-    return ", ".join(flag for flag, value in values.items() if value is not None)
+def _passed(values: Mapping[str, Any]) -> list[str]:
+    """Return the options that were passed."""
+    return [flag for flag, value in values.items() if value is not None]
 
 
 def _is_function(files: Sequence[str]) -> bool:
@@ -185,17 +262,20 @@ def _is_function(files: Sequence[str]) -> bool:
     return len(files) == 1 and ":" in files[0] and not Path(files[0]).exists()
 
 
-def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
+def _diagnose_weights(options: Options, out: Console) -> Result:
     """Print how the layers of two files differ and the bug that explains it; of many, the first
     pair that differs.
     """
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.explain.diagnosis.weights.diagnose import diagnose_weights
     from parity.explain.diagnosis.weights.differences import compare_weights
+    from parity.use.reporting.console import working
     from parity.use.reporting.diagnosis import print_weights
 
     if options.html is not None:
         raise refusal("--html", "be left out for weight files")
+    if options.seconds is not None:
+        raise refusal("--seconds", "be left out for weight files")
     diagnosis = Diagnosis()
     shown: WeightsComparison | None = None
     with pairs_of_layers(options) as pairs:
@@ -205,7 +285,8 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
             if shown is None or not weights.same:
                 shown = weights
             if not weights.same:
-                diagnosis = diagnose_weights(*layers)
+                with working("searching for bugs"):
+                    diagnosis = diagnose_weights(*layers)
                 if len(pairs.layers) > 1:
                     labels = f"{one.label} and {other.label}"
                     text = f"{labels} are the first of {len(pairs.layers)} layers that differ"
@@ -229,15 +310,17 @@ def _are_traces(files: Sequence[str]) -> bool:
     return all(kinds)
 
 
-def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Diagnosis:
+def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
     """Return the diagnosis of one trace, or of the one of two whose first wrong stage comes
     first.
     """
     from parity.explain.diagnosis.traces import diagnose_worst, distances, judge_together
     from parity.measure.core.compare import first_difference
+    from parity.use.reporting.console import working
     from parity.use.reporting.diagnosis import print_divergence
     from parity.use.running.traces import load_trace
 
+    files = options.files
     traces = [load_trace(path) for path in files]
     if len({trace.problem.digest for trace in traces}) > 1:
         raise refusal("traces", "be of one case and dtype", " ".join(files))
@@ -249,54 +332,66 @@ def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Di
         ]
     sides = judge_together(traces)
     if len(traces) > 1:
-        print_divergence(sides, distances(traces[0], traces[1], sides), out, verbose=verbose)
+        print_divergence(
+            sides, distances(traces[0], traces[1], sides), out, verbose=options.verbose
+        )
     else:
         difference = first_difference(sides[0])
         if difference is not None:
             title, _, numbers = str(difference).partition("\n")
             out.print(title, style="red", soft_wrap=True)
-            if verbose:
+            if options.verbose:
                 out.print(numbers, soft_wrap=True)
-    return diagnose_worst(traces, sides)
+    with working("searching for bugs"):
+        return diagnose_worst(traces, sides, _seconds(options))
 
 
-def _diagnose_function(
-    options: argparse.Namespace, out: Console
-) -> tuple[Diagnosis, Report | None]:
+def _diagnose_function(options: Options, out: Console) -> tuple[Diagnosis, Report | None]:
     """Return the diagnosis of a function, and a report if a page is requested.
 
     Prints that the function is assumed to be causal, and what would be found if it is not.
     """
-    from parity.explain.diagnosis.diagnose import SECONDS, diagnose, observe
+    from parity.explain.diagnosis.diagnose import diagnose, observe
     from parity.measure.backends import FRAMEWORKS, load_backend
+    from parity.use.reporting.console import working
+    from parity.use.running.lengths import not_exercised
     from parity.use.running.report import report_of_stages
 
-    function, problem, framework = _function(options)
+    function, problem, framework, is_causal_known = own_layer(options)
     case = problem.case
+    is_assumed = case.is_causal and not is_causal_known
+    seconds = _seconds(options)
+    report = None
+    other = None
     # A layer may keep state under these settings, such as a compiled program, for both calls.
-    with load_backend(FRAMEWORKS[framework]).lock(problem.dtype) as settings:
+    with (
+        load_backend(FRAMEWORKS[framework]).lock(problem.dtype) as settings,
+        working("calling the layer and searching for bugs"),
+    ):
         arithmetic = settings.get("arithmetic", "ieee")
         observed = observe(function, problem, framework)
-        diagnosis = diagnose(observed, problem, arithmetic=arithmetic)
-        report = None
+        diagnosis = diagnose(observed, problem, arithmetic=arithmetic, seconds=seconds)
         if options.html is not None:
             report = report_of_stages(
                 options.files[0], framework, observed, problem, arithmetic, diagnosis
             )
-        is_assumed = case.is_causal and options.causal is None
-        if is_assumed:
-            out.print(f"{options.files[0]} {ASSUMED_CAUSAL}", soft_wrap=True, highlight=False)
         if is_assumed and diagnosis.is_wrong:
             not_causal = replace(problem, case=replace(case, is_causal=False))
             observed = observe(function, not_causal, framework)
             # Known bugs are tried at once. The slow search is worth its time only if something is
             # still unknown.
-            seconds = SECONDS if diagnosis.unnamed else 0.0
-            other = diagnose(observed, not_causal, arithmetic=arithmetic, seconds=seconds)
-            words = _in_words(other)
-            if words and words != _in_words(diagnosis):
-                text = f"with --no-causal, {words}"
-                out.print(text, style="bold", soft_wrap=True, highlight=False)
+            more = seconds if diagnosis.unnamed else 0.0
+            other = diagnose(observed, not_causal, arithmetic=arithmetic, seconds=more)
+    if is_assumed:
+        out.print(f"{options.files[0]} {ASSUMED_CAUSAL}", soft_wrap=True, highlight=False)
+    if other is not None:
+        words = _in_words(other)
+        if words and words != _in_words(diagnosis):
+            text = f"with --no-causal, {words}"
+            out.print(text, style="bold", soft_wrap=True, highlight=False)
+    for feature in not_exercised([(options.files[0], case.spec)], case.seq_len, [problem.dtype]):
+        num_tokens = counted(case.seq_len, "token")
+        warn(f"not exercised by {num_tokens}: {feature.what}; {feature.needed} tokens would")
     return diagnosis, report
 
 
@@ -312,37 +407,3 @@ def _in_words(diagnosis: Diagnosis) -> str:
     if not names:
         return ""
     return f"known bugs explain every difference: {', '.join(names)}"
-
-
-def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
-    """Return a function, probe inputs with its correct weights, and its framework."""
-    from parity.explain.conformance.discover import framework_of, load_callable, load_params, made
-    from parity.explain.conformance.functional import check_has_weights
-    from parity.explain.diagnosis.weights.verify import probe_case
-    from parity.measure.backends import FRAMEWORKS, why_missing
-    from parity.measure.core.problem import make_problem
-    from parity.port.conversion.convert import load
-
-    name = options.files[0]
-    if options.weights is None:
-        rule = f"be passed for a function: the file of the correct weights of {name}"
-        raise refusal("--weights", rule)
-    function = load_callable(name)
-    if isinstance(function, type):
-        raise refusal(name, "be a function, or an instance of a layer", "a class")
-    params = load_params(options.params) if options.params else None
-    function = made(function, name, params)
-    check_has_weights(function, name)
-    framework = options.framework or framework_of(function)
-    if framework is None:
-        rule = f"be the framework of {name}, one of {', '.join(FRAMEWORKS)}"
-        raise refusal("--framework", rule)
-    reason = why_missing(FRAMEWORKS[framework])
-    if reason:
-        raise ModuleNotFoundError(reason)
-    layout = options.layouts[0] if options.layouts else None
-    prefix = options.prefix[0] if options.prefix else None
-    weights, spec = load(options.weights, layout, prefix=prefix, **layer_options(options))
-    case = probe_case("diagnose", spec, is_causal=options.causal)
-    dtype = "bfloat16" if framework == "ttnn" else "float32"  # the dtype of its fused kernels
-    return function, make_problem(case, dtype, weights), framework

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
-
-from parity.use.cli.help import Page, Result
+from parity.use.cli.command import Options, Result, command, option
 from parity.use.cli.messages import say_error
 from parity.use.cli.options import check_names, name_list
 
-PAGE = Page(
+
+@command(
     "report what is installed and what would be skipped",
-    "Report which packages are installed, on which devices and with which numerics settings the "
-    "backends run, what would be skipped, and how to get it.",
-    "mha-parity doctor --require torch,jax",
-    "reported",
-    "something of --require is missing",
+    about=(
+        "Report which packages are installed, on which devices and with which numerics settings "
+        "the backends run, what would be skipped, and how to get it."
+    ),
+    example="mha-parity doctor --require torch,jax",
+    well="reported",
+    wrong="something of --require is missing",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--require",
-        type=name_list,
-        metavar="A,B",
-        help="backends and packages that must not be missing",
-    )
-
-
-def run(options: argparse.Namespace) -> Result:
+@option(
+    "--require",
+    type=name_list,
+    metavar="A,B",
+    help="backends and packages that must not be missing",
+)
+def run(options: Options) -> Result:
     """Print what is installed."""
     from parity.measure.backends import BACKENDS, why_missing
     from parity.measure.backends.numerics import environment

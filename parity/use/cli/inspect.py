@@ -2,29 +2,95 @@
 
 from __future__ import annotations
 
-import argparse
+import os
 from typing import Any
 
-from parity.use.cli.help import Page, Result
-from parity.use.cli.layers import add_layer_options, layer_options, warn_of_parts
+from parity.measure.text import did_you_mean
+from parity.use.cli.command import Options, Result, argument, command, option
+from parity.use.cli.layers import layer_options, warn_of_parts, weight_options
+from parity.use.cli.messages import requires
 
-PAGE = Page(
-    "list the tensors of a file and the layouts they fit",
-    "List the names, shapes and dtypes of a file, the prefixes of its attention layers, and the "
-    "layouts that they fit.",
-    "mha-parity inspect model.safetensors",
-    "read, with or without attention in it",
+
+@command(
+    "list the tensors of a file, or describe layouts",
+    about=(
+        "List the names, shapes and dtypes of a file, the prefixes of its attention layers, and "
+        "the layouts that they fit. Or list the layouts, or the tensors of one with their axes."
+    ),
+    example="mha-parity inspect model.safetensors",
+    well="read, with or without attention in it",
+    forms=(
+        ("FILE", "a file of tensors, or a folder of shards or of files of ranks"),
+        ("LAYOUT", "a layout, such as flax.nnx, or the file of its table, such as own.toml"),
+        ("--layouts", "all layouts"),
+    ),
 )
+@argument(
+    "file",
+    required=False,
+    metavar="INPUT",
+    help="a file, a folder or a layout: see the forms below",
+)
+@option("--layouts", "is_list", is_flag=True, help="list the layouts")
+@weight_options()
+def run(options: Options) -> Result:
+    """Print the tensors and layers of a file, or layouts."""
+    if options.is_list == (options.file is not None):
+        raise requires("inspect", "INPUT or --layouts, and not both")
+    if options.is_list:
+        return _list_layouts()
+    if _is_layout(options.file):
+        return _describe_layout(options.file)
+    return _inspect_file(options)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "file", metavar="FILE", help="a file of tensors, or a folder of shards or of files of ranks"
-    )
-    add_layer_options(parser)
+def _is_layout(text: str) -> bool:
+    """Return whether a word is a layout or the file of a table: not a file of weights, nor a
+    missing file.
+    """
+    from parity.measure.files.reading import SUFFIXES
+    from parity.port.conversion.layouts import LAYOUTS, register_packages
+
+    if text.lower().endswith(".toml"):
+        return True
+    if os.path.isfile(text):
+        return False
+    register_packages()
+    if text in LAYOUTS:
+        return True
+    if os.path.lexists(text):
+        return False
+    # A misspelled layout gets a suggestion, and a misspelled file its own error.
+    is_file_name = os.sep in text or os.path.splitext(text)[1].lower() in SUFFIXES
+    return not is_file_name and did_you_mean(text, LAYOUTS) != ""
 
 
-def run(options: argparse.Namespace) -> Result:
+def _list_layouts() -> Result:
+    """Print all layouts."""
+    from parity.port.conversion.layouts import LAYOUTS, register_packages
+    from parity.use.reporting.console import console
+    from parity.use.reporting.conversion import print_layouts
+
+    register_packages()
+    listed = list(LAYOUTS.values())
+    print_layouts(listed, console())
+    return 0, {"layouts": listed}
+
+
+def _describe_layout(name: str) -> Result:
+    """Print the tensors of a layout."""
+    from parity.port.conversion.layouts import find_layout, register_layout
+    from parity.use.reporting.console import console
+    from parity.use.reporting.conversion import print_layout
+
+    # The suffix of a table tells it from a name.
+    is_table = name.lower().endswith(".toml")
+    layout = register_layout(name) if is_table else find_layout(name)
+    print_layout(layout, console())
+    return 0, {"layouts": [layout]}
+
+
+def _inspect_file(options: Options) -> Result:
     """Print the tensors and layers of a file."""
     from parity.port.conversion.checkpoint import Checkpoint
     from parity.port.conversion.inspect import find_layers

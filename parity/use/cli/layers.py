@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from parity.use.cli.command import Options, option, together
 from parity.use.cli.messages import refusal, warn
-from parity.use.cli.options import flag_of
+from parity.use.cli.options import Decorator, flag_of
 
 if TYPE_CHECKING:
     from parity.port.conversion.checkpoint import Checkpoint
@@ -21,44 +21,56 @@ if TYPE_CHECKING:
 ASSUMED_CAUSAL = "is assumed to be causal; if it is not, pass --no-causal"
 
 
-def add_layer_options(
-    parser: argparse._ActionsContainer, what: str = "", *, many: bool = False
-) -> None:
-    """Add the options that choose layers of a file: `--prefix` for the names of `what`, and
+def weight_options(what: str = "", *, many: bool = False) -> Decorator:
+    """Declare the options that choose layers of a file: `--prefix` for the names of `what`, and
     ambiguous sizes.
     """
-    if what:
-        repeated: dict[str, Any] = {"action": "append", "default": []} if many else {}
-        about = f"common prefix of the names of {what}; {{i}} stands for a number"
-        parser.add_argument("--prefix", metavar="P", help=about, **repeated)
-    add_table_option(parser)
-    parser.add_argument(
-        "--num-heads", type=int, metavar="N", help="query heads, if shapes are ambiguous"
-    )
-    parser.add_argument(
-        "--num-kv-heads", type=int, metavar="K", help="key/value heads, if shapes are ambiguous"
-    )
-    parser.add_argument(
-        "--head-dim", type=int, metavar="H", help="features of a head, if shapes are ambiguous"
-    )
-    parser.add_argument(
-        "--rope-theta", type=float, metavar="THETA", help="base of RoPE's frequencies, if any"
-    )
+    of_sizes = [
+        table_option(),
+        option(
+            "--num-heads",
+            type=int,
+            metavar="N",
+            help="query heads, if shapes are ambiguous",
+        ),
+        option(
+            "--num-kv-heads",
+            type=int,
+            metavar="K",
+            help="key/value heads, if shapes are ambiguous",
+        ),
+        option(
+            "--head-dim",
+            type=int,
+            metavar="H",
+            help="features of a head, if shapes are ambiguous",
+        ),
+        option(
+            "--rope-theta",
+            type=float,
+            metavar="THETA",
+            help="base of RoPE's frequencies, if any",
+        ),
+    ]
+    if not what:
+        return together(*of_sizes)
+    about = f"common prefix of the names of {what}; {{i}} stands for a number"
+    prefix = option("--prefix", metavar="P", multiple=many, help=about)
+    return together(prefix, *of_sizes)
 
 
-def add_table_option(parser: argparse._ActionsContainer) -> None:
-    """Add the option for tables of layouts, which other options then know by their names."""
-    parser.add_argument(
+def table_option() -> Decorator:
+    """Declare the option for tables of layouts, which other options then know by their names."""
+    return option(
         "--layout",
-        dest="layout_files",
-        action="append",
-        default=[],
+        "layout_files",
+        multiple=True,
         metavar="FILE.toml",
         help="a table of a layout that is not listed; wherever a layout is named, its file may be",
     )
 
 
-def layer_options(options: argparse.Namespace) -> LayerKeywords:
+def layer_options(options: Options) -> LayerKeywords:
     """Return the keywords of functions that read layers; None for an option that was not passed."""
     from mha_spec import Rope
 
@@ -73,7 +85,7 @@ def layer_options(options: argparse.Namespace) -> LayerKeywords:
     }
 
 
-def passed_layer_flags(options: argparse.Namespace) -> list[str]:
+def passed_layer_flags(options: Options) -> list[str]:
     """Return the options about layers of files that were passed."""
     values = {"--from": options.layout, "--prefix": options.prefix}
     for name, value in layer_options(options).items():
@@ -113,7 +125,7 @@ def status_of(same: bool, pairs: Pairs) -> int:
 
 
 @contextmanager
-def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
+def pairs_of_layers(options: Options) -> Iterator[Pairs]:
     """Yield matching layers of two open files. An option that is passed once holds for both
     files.
     """

@@ -6,75 +6,77 @@ this program, 128 + signal.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 import os
-import re
 import shlex
 import signal
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, cast
 
-from parity.measure.text import and_listed, did_you_mean
+import click
+from click.shell_completion import shell_complete
+
 from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.use.cli.clone import FROM_A_CLONE, commands_of_a_clone
-from parity.use.cli.completion import SHELLS
-from parity.use.cli.help import EXIT_STATUS
-from parity.use.cli.messages import (
-    is_writable,
-    names_like,
-    print_out,
-    refusal,
-    say,
-    say_error,
-    warn,
-)
-from parity.use.cli.options import in_flags, register_tables
-from parity.use.cli.paths import REPORTS, STANDARD_OUTPUT, check_paths
+from parity.use.cli.command import Command, OneOf, help_option_of
+from parity.use.cli.messages import is_writable, print_out, say, say_error, warn
+from parity.use.cli.project import defaults_of_project
+from parity.use.cli.running import run_command
+from parity.use.cli.usage import words_of_usage_error
 
 if TYPE_CHECKING:
     from types import FrameType
 
 COMMANDS: dict[str, str] = {
     "run": "parity.use.cli.run",
-    "cases": "parity.use.cli.cases",
     "compare": "parity.use.cli.compare",
     "doctor": "parity.use.cli.doctor",
     "bugs": "parity.use.cli.bugs",
     "cache-size": "parity.use.cli.cache_size",
     "convert": "parity.use.cli.convert",
-    "layouts": "parity.use.cli.layouts",
     "spec": "parity.use.cli.spec",
     "inspect": "parity.use.cli.inspect",
     "write": "parity.use.cli.write",
-    "verify": "parity.use.cli.verify",
     "plot": "parity.use.cli.plot",
     "conformance": "parity.use.cli.conformance",
     "mutate": "parity.use.cli.mutate",
     "diagnose": "parity.use.cli.diagnose",
     **commands_of_a_clone(),
 }
-"""The module of each command, with its `PAGE` of help, `add_arguments`, and `run`, which has all
-slow imports.
+"""The module of each command, which is its `run`. Slow imports are in functions, because the help
+must be fast.
 """
 
 GROUPS = {
-    "check": ("run", "compare", "conformance", "mutate", "verify"),
+    "check": ("run", "compare", "conformance", "mutate"),
     "explain": ("diagnose", "bugs", "plot"),
-    "models": ("spec", "inspect", "convert", "layouts", "write", "cache-size"),
-    "about": ("cases", "doctor", *FROM_A_CLONE),
+    "models": ("spec", "inspect", "convert", "write", "cache-size"),
+    "about": ("doctor", *FROM_A_CLONE),
 }
 """Commands in the order of the help, by the kind of their work."""
+
+EXIT_STATUS = """
+Exit status:
+  0 all is well
+  1 a mismatch
+  2 bad usage, something is missing, or not everything was compared
+  70 a bug in mha-parity
+  128 + n stopped by signal n
+"""
+
+SHELLS = ("bash", "zsh", "fish")
+"""Shells whose command lines can be completed."""
+
+COMPLETE = "_MHA_PARITY_COMPLETE"
+"""The variable that a shell sets to get completions."""
 
 PATIENCE = 5.0
 """Seconds for which an import may continue after a signal.
@@ -106,22 +108,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     with _SignalHandlers(for_good=arguments is None) as signals:
         try:
-            options = _parse(words)
-            signals.raise_deferred()
             with _warnings_in_a_line():
-                status = _run_command(options)
+                status = _run(words)
             # The command may have ended between an import and the next look at it.
             signals.raise_deferred()
             _check_output()
             return status
         except (Exception, KeyboardInterrupt) as error:
-            if os.environ.get("MHA_PARITY_TRACEBACK"):
+            if _is_verbose(words) and not isinstance(error, click.ClickException):
                 traceback.print_exc()
             # An import that a signal interrupts may fail in any way.
             if signals.received is not None:
                 return _say_interrupted(signals.received)
             if isinstance(error, KeyboardInterrupt):
                 return _say_interrupted(signal.SIGINT)
+            if isinstance(error, click.ClickException):
+                return say_error(words_of_usage_error(error, words), 2)
             if isinstance(error, EXPECTED):
                 return say_error(_words_of(error), 2)
             return say_error(_report_of_bug(error, words), 70)
@@ -130,47 +132,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 is_writable(stream)
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line.
-
-    Raises:
-        ModuleNotFoundError: if only a clone has the command.
-        ValueError: if there is no such command, or an argument is unknown, missing or wrong.
-    """
-    name = words[0] if words else ""
-    if name in FROM_A_CLONE and name not in COMMANDS:
-        raise ModuleNotFoundError(
-            f"{name} is not in the wheel: it needs a clone, and there `make` or pip install "
-            f"--editable"
-        )
-    if name in COMMANDS:
-        parser = make_parser([name])
-    elif name.startswith("-"):
-        # An option of the whole program, such as --help, which lists all commands.
-        parser = make_parser()
-    else:
-        hint = names_like(name, COMMANDS, "`mha-parity --help` lists them")
-        raise refusal("COMMAND", "be a known command", name or "none", hint=hint)
-    options, unknown = parser.parse_known_args(words)
-    options.words = words
-    if unknown:
-        _refuse_argument(unknown[0], name, options)
-    return options
+def _run(words: list[str]) -> int:
+    """Run a command line, or complete the one of a shell, and return the exit status."""
+    instruction = os.environ.get(COMPLETE)
+    if instruction:
+        return shell_complete(PROGRAM, {}, PROGRAM.name or "", COMPLETE, instruction)
+    if not words:
+        words = ["--help"]
+    elif words[0] == "help":
+        words = [*words[1:2], "--help"]
+    try:
+        is_help = not {"-h", "--help"}.isdisjoint(words)
+        # The help does not depend on a project, whose file may be wrong.
+        defaults = {} if is_help else defaults_of_project(PROGRAM, words[0])
+        with PROGRAM.make_context(
+            PROGRAM.name, list(words), obj=words, default_map=defaults
+        ) as context:
+            options = PROGRAM.invoke(context)
+        # Errors are about this command line.
+        with options.context.scope(cleanup=False):
+            return run_command(options)
+    except click.exceptions.Exit as done:  # after --help, for example
+        return done.exit_code
+    except BrokenPipeError:
+        return 0  # the reader of the help needs no more
 
 
-def _refuse_argument(word: str, name: str, options: argparse.Namespace) -> NoReturn:
-    """Refuse an unknown argument of a command, and name the options that are spelled like it."""
-    if not word.startswith("-"):
-        raise refusal("arguments", f"be those of {options.parser.usage_line()}", word)
-    flag = word.partition("=")[0]
-    flags = re.findall(r"--[\w-]+", options.parser.format_help())
-    hint = did_you_mean(flag, flags)
-    if not hint:
-        hint = f"`mha-parity {name} --help` lists its options"
-    if name == "mutate" and "--" not in options.words:
-        # Without --, options of the user's own command look like ours.
-        hint = "put -- before the command that runs your tests"
-    raise refusal(flag, f"be an option of {name}", hint=hint)
+def _is_verbose(words: Sequence[str]) -> bool:
+    """Return whether a command line, which may be wrong, has --verbose."""
+    own_words = words[: words.index("--")] if "--" in words else words
+    return not {"-v", "--verbose"}.isdisjoint(own_words)
 
 
 def _say_interrupted(number: int) -> int:
@@ -189,21 +180,20 @@ def _words_of(error: Exception) -> str:
 def _report_of_bug(error: Exception, words: Sequence[str]) -> str:
     """Return how to report an error of this program.
 
-    A file has its traceback, unless that was printed.
+    A file has its traceback.
     """
     version, issues = _version_and_issues()
     what = f"{type(error).__name__}: {error}".rstrip(": ")
     where = f" at {issues}" if issues else ""
     advice = f"a bug in mha-parity, {what}; please report it{where} with"
-    if not os.environ.get("MHA_PARITY_TRACEBACK"):
-        command = shlex.join(("mha-parity", *words))
-        heading = f"mha-parity {version}, Python {sys.version}\n{command}\n\n"
-        text = heading + "".join(traceback.format_exception(error))
-        # A disk that is full must not hide the error.
-        with suppress(OSError):
-            path = _write_bug(text)
-            return f"{advice} {path}, which has the command and the traceback"
-    return f"{advice} this command and its traceback, which MHA_PARITY_TRACEBACK=1 prints"
+    command = shlex.join(("mha-parity", *words))
+    heading = f"mha-parity {version}, Python {sys.version}\n{command}\n\n"
+    text = heading + "".join(traceback.format_exception(error))
+    # A disk that is full must not hide the error.
+    with suppress(OSError):
+        path = _write_bug(text)
+        return f"{advice} {path}, which has the command and the traceback"
+    return f"{advice} this command and its traceback, which --verbose prints"
 
 
 def _version_and_issues() -> tuple[str, str]:
@@ -337,180 +327,104 @@ def _is_importing(frame: FrameType | None) -> bool:
     )
 
 
-def _run_command(options: argparse.Namespace) -> int:
-    try:
-        os.getcwd()
-    except FileNotFoundError:  # libraries would end the process
-        raise FileNotFoundError("the current folder must exist, but it was deleted") from None
-    command = command_named(options.command)
-    check_paths(options, getattr(command, "may_write", None))
-    to_stdout = [flag for flag in REPORTS if getattr(options, flag, None) in STANDARD_OUTPUT]
-    if not to_stdout:
-        return _run_and_write(command, options)
-    if len(to_stdout) > 1:
-        raise refusal(f"--{' and --'.join(to_stdout)}", "not both be standard output")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report"
-        setattr(options, to_stdout[0], str(path))
-        # Only the report may be on standard output: what is for people goes to the other stream.
-        with redirect_stdout(sys.stderr):
-            status = _run_and_write(command, options)
-        from parity.measure.files.target import errors_name
-
-        with suppress(BrokenPipeError), errors_name("standard output"):  # the reader has stopped
-            sys.stdout.flush()
-            sys.stdout.buffer.write(path.read_bytes())
-            sys.stdout.flush()
-    return status
+# ---- The program ---------------------------------------------------------------------------------
 
 
-def _run_and_write(command: Any, options: argparse.Namespace) -> int:
-    from mha_spec import InputError
-    from parity.measure.core.user_code import user_code
+class CommandGroup(click.Group):
+    """The commands, each imported when it runs."""
 
-    try:
-        # Code of the user may call sys.exit(0), which would end without a result.
-        with user_code(f"code that mha-parity {options.command} ran"):
-            register_tables(options)
-            status, content = command.run(options)
-    except InputError as refused:
-        raise in_flags(refused, options) from None
-    if options.json is not None:
-        from parity.use.reporting.json import write_json
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """Return the option for the help."""
+        return help_option_of(super().get_help_option(ctx))
 
-        # Only now, because the JSON of many cases or layers is long.
-        values = content if isinstance(content, Mapping) else content.to_dict()
-        write_json(options.json, options.command, values)
-    return status
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands, in the order of the help."""
+        return [name for names in GROUPS.values() for name in names if name in COMMANDS]
 
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Command | None:
+        """Import a command; return None if there is none of this name.
 
-FLAG = r"argument (?:-\w/)?(\S+): "
+        Raises:
+            ModuleNotFoundError: if only a clone has it.
+        """
+        if cmd_name in COMMANDS:
+            return command_named(cmd_name)
+        if cmd_name in FROM_A_CLONE:
+            raise ModuleNotFoundError(
+                f"{cmd_name} is not in the wheel: it needs a clone, and there `make` or pip "
+                f"install --editable"
+            )
+        return None
 
-RULES = (
-    (FLAG + "invalid int value: '(.*)'", r"\1 must be an integer, got \2"),
-    (FLAG + "invalid float value: '(.*)'", r"\1 must be a number, got \2"),
-    (FLAG + "not allowed with argument (?:-\\w/)?(.*)", r"\1 must not be combined with \2"),
-    (FLAG + "expected one argument", r"\1 must have a value"),
-    (FLAG + "ignored explicit argument '(.*)'", r"\1 must have no value, got \2"),
-    (FLAG + "must (.*)", r"\1 must \2"),
-)
-"""Messages of argparse, and ours."""
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command of a word; the error for another word has similar names."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.NoSuchCommand as error:
+            raise click.NoSuchCommand(error.command_name, possibilities=COMMANDS, ctx=ctx) from None
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands in groups."""
+        for group, names in GROUPS.items():
+            lines = [(name, command_named(name).line) for name in names if name in COMMANDS]
+            with formatter.section(group.capitalize()):
+                formatter.write_dl(lines)
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises each error as a line with the way out, and an error if the help cannot
-    be written.
-    """
-
-    def error(self, message: str) -> NoReturn:
-        missing = re.search(r"arguments are required: (.*)", message)
-        if missing:
-            names = and_listed(missing[1].split(", "))
-            raise ValueError(f"{names} must be passed; usage: {self.usage_line()}")
-        for pattern, rule in RULES:
-            match = re.fullmatch(pattern, message)
-            if match:
-                message = match.expand(rule)
-        raise ValueError(f"{message}; `{self.prog} --help` describes the options")
-
-    def usage_line(self) -> str:
-        """Return the usage in one line, without the options that may be left out."""
-        words = " ".join(self.format_usage().split()).removeprefix("usage: ")
-        return re.sub(r" \[-[^]]*\]", "", words).replace(self.prog, f"{self.prog} [options]", 1)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        argument = "/".join(action.option_strings) or str(action.metavar)
-        choices = [str(choice) for choice in action.choices]
-        hint = did_you_mean(str(value), choices)
-        raise refusal(argument, f"be one of {', '.join(choices)}", {argument: value}, hint=hint)
-
-    def print_help(self, file: Any = None) -> None:
-        print_out(self.format_help(), file)  # argparse ignores errors
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        _check_output()
-        super().exit(status, message)
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write where more help is, and the meaning of the exit status."""
+        formatter.write("\n`mha-parity help COMMAND` has an example of each command.\n")
+        formatter.write(EXIT_STATUS)
 
 
-class _Completion(argparse.Action):
-    """Print a completion script."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: Any
-    ) -> None:
-        from parity.use.cli.completion import completion_for
-
-        print_out(f"{completion_for(values, make_parser())}\n")
-        parser.exit()
+def command_named(name: str) -> Command:
+    """Import a command."""
+    command = cast(Command, importlib.import_module(COMMANDS[name]).run)
+    command.name = name
+    return command
 
 
-class _Version(argparse.Action):
+def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     """Print the version."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    if value:
         from importlib import metadata
 
-        print_out(f"{parser.prog} {metadata.version('mha-parity')}\n")
-        parser.exit()
+        print_out(f"mha-parity {metadata.version('mha-parity')}\n")
+        context.exit()
 
 
-def command_named(name: str) -> Any:
-    """Import the module of a command."""
-    return importlib.import_module(COMMANDS[name])
+def _print_completion(context: click.Context, parameter: click.Parameter, shell: str) -> None:
+    """Print a script that completes command lines in a shell."""
+    if shell:
+        shell_complete(PROGRAM, {}, "mha-parity", COMPLETE, f"{shell}_source")
+        context.exit()
 
 
-def make_parser(names: Iterable[str] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of some commands; default: of all. Only their modules are imported."""
-    commands = {name: command_named(name) for name in (COMMANDS if names is None else names)}
-    parser = _Parser(
-        prog="mha-parity",
-        usage="mha-parity [-h] [--version] [--print-completion SHELL] COMMAND ...",
-        description=(
-            "Check that attention layers in JAX, PyTorch and TTNN agree, or find out why they do "
-            "not."
+PROGRAM = CommandGroup(
+    "mha-parity",
+    help=(
+        "Find out whether attention layers in JAX, PyTorch and TTNN are right and, if one is not, "
+        "which bug it has."
+    ),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    params=[
+        click.Option(
+            ["-V", "--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_version,
+            help="show the version and exit",
         ),
-        epilog=_epilog(commands),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    parser.add_argument(
-        "--print-completion",
-        action=_Completion,
-        choices=SHELLS,
-        help="print a script that completes command lines in this shell, and exit",
-    )
-    parsers = parser.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", prog="mha-parity", help=argparse.SUPPRESS
-    )
-    for name, command in commands.items():
-        page = command.PAGE
-        command_parser = parsers.add_parser(
-            name,
-            help=page.line,
-            allow_abbrev=False,
-            description=textwrap.fill(page.about, 78),  # as wide as argparse's lines on 80 columns
-            epilog=page.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_arguments(command_parser)
-        command_parser.add_argument(
-            "--json", metavar="PATH", help="also write the result as JSON; - is standard output"
-        )
-        command_parser.set_defaults(parser=command_parser)
-    return parser
-
-
-def _epilog(commands: dict[str, Any]) -> str:
-    """Return the list of commands in groups, and the meaning of the exit status."""
-    parts = []
-    for group, names in GROUPS.items():
-        lines = [f"{group}:"]
-        for name in names:
-            if name in commands:
-                lines.append(f"  {name:11} {commands[name].PAGE.line}")
-        parts.append("\n".join(lines))
-    parts.append("`mha-parity COMMAND --help` has an example of each command.")
-    parts.append(EXIT_STATUS)
-    return "\n\n".join(parts)
+        click.Option(
+            ["--print-completion"],
+            type=OneOf(SHELLS),
+            is_eager=True,
+            expose_value=False,
+            callback=_print_completion,
+            help="print a script that completes command lines in this shell, and exit",
+        ),
+    ],
+)
+"""The command line."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from parity.measure.text import did_you_mean, in_line
+import click
+
+from parity.measure.text import and_listed, did_you_mean, in_line
 
 if TYPE_CHECKING:
     from mha_spec import InputError
@@ -81,6 +83,36 @@ def refusal(
     from mha_spec import InputError
 
     return InputError(argument, rule, got, **values)
+
+
+def requires(flags: Sequence[str] | str, needed: str) -> click.UsageError:
+    """Return the error if options were passed without what they belong to."""
+    if isinstance(flags, str):
+        flags = [flags]
+    verb = "requires" if len(flags) == 1 else "require"
+    return click.UsageError(f"{and_listed(flags)} {verb} {needed}", _context())
+
+
+def contradiction(flag: str, others: Sequence[str] | str) -> click.UsageError:
+    """Return the error if an option was passed with others that exclude it."""
+    if isinstance(others, str):
+        others = [others]
+    return click.UsageError(f"{flag} cannot be combined with {and_listed(others)}", _context())
+
+
+def _context() -> click.Context | None:
+    return click.get_current_context(silent=True)
+
+
+def check_exclusive(options: Any, *flags: str) -> None:
+    """Reject more than one of some options."""
+    passed = []
+    for flag in flags:
+        name = flag.removeprefix("--").replace("-", "_")
+        if getattr(options, name) is not None:
+            passed.append(flag)
+    if len(passed) > 1:
+        raise contradiction(passed[1], passed[0])
 
 
 def names_like(name: str, known_names: Iterable[str], listed: str) -> str:

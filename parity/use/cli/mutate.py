@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from parity.measure.text import some_of
-from parity.use.cli.help import Page, Result
+from parity.use.cli.command import OneOf, Options, Result, argument, command, option
 from parity.use.cli.messages import refusal
-from parity.use.cli.options import add_declarations, check_range, matching, name_list
+from parity.use.cli.options import check_range, declarations, matching, name_list
 
 if TYPE_CHECKING:
     from mha_spec import InputError
@@ -18,50 +17,42 @@ if TYPE_CHECKING:
 CLAIMS = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name")
 """Options that declare properties of the callable, under the names of `view_of`."""
 
-PAGE = Page(
+
+@command(
     "report which known bugs your tests miss",
-    "Inject known bugs into your own attention, one at a time, run your tests for each, and report "
-    "the bugs that no test notices.",
-    "mha-parity mutate my_package.attention:attention --jobs 2 -- pytest -q "
-    "tests/test_attention.py",
-    "every bug was noticed",
-    "a bug was missed",
+    about=(
+        "Inject known bugs into your own attention, one at a time, run your tests for each, and "
+        "report the bugs that no test notices."
+    ),
+    example=(
+        "mha-parity mutate my_package.attention:attention --jobs 2 -- pytest -q "
+        "tests/test_attention.py"
+    ),
+    well="every bug was noticed",
+    wrong="a bug was missed",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "subject", metavar="PKG.MODULE:CALLABLE", help="a function, or a class of modules"
-    )
-    parser.add_argument(
-        "tests",
-        nargs="+",
-        metavar="COMMAND",
-        help="after --, the command that runs your tests: pytest …",
-    )
-    parser.add_argument(
-        "--only",
-        type=name_list,
-        metavar="GLOBS",
-        help="inject only these bugs, such as 'mask*,scale*'",
-    )
-    parser.add_argument("--skip", type=name_list, metavar="GLOBS", help="leave out these bugs")
-    parser.add_argument(
-        "-j", "--jobs", type=int, default=1, metavar="N", help="runs at a time; default: 1"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="limit of one run; default: ten times the first one, at least 60",
-    )
-    add_declarations(parser, ("torch", "jax"))
-    parser.add_argument(
-        "--padding-true", choices=("hides", "shows"), help="effect of True in a padding mask"
-    )
-
-
-def run(options: argparse.Namespace) -> Result:
+@argument("subject", metavar="PKG.MODULE:CALLABLE", help="a function, or a class of modules")
+@argument(
+    "tests",
+    nargs=-1,
+    required=True,
+    metavar="COMMAND",
+    help="after --, the command that runs your tests: pytest …",
+)
+@option(
+    "--only", type=name_list, metavar="GLOBS", help="inject only these bugs, such as 'mask*,scale*'"
+)
+@option("--skip", type=name_list, metavar="GLOBS", help="leave out these bugs")
+@option("-j", "--jobs", type=int, default=1, metavar="N", help="runs at a time; default: 1")
+@option(
+    "--timeout",
+    type=float,
+    metavar="SECONDS",
+    help="limit of one run; default: ten times the first one, at least 60",
+)
+@declarations(("torch", "jax"))
+@option("--padding-true", type=OneOf(("hides", "shows")), help="effect of True in a padding mask")
+def run(options: Options) -> Result:
     """Inject the bugs, run the tests, and print the outcomes."""
     from parity.explain.conformance.discover import load_params
     from parity.explain.mutating.bugs import injections_for
@@ -103,7 +94,7 @@ def run(options: argparse.Namespace) -> Result:
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1, content
 
 
-def _nothing_to_inject(options: argparse.Namespace, not_injected: Mapping[str, str]) -> InputError:
+def _nothing_to_inject(options: Options, not_injected: Mapping[str, str]) -> InputError:
     """Return the error if none of the requested bugs can be injected."""
     flags = [f"--{name}" for name in ("only", "skip") if getattr(options, name)]
     examples = list(not_injected.items())[:3]  # as many as fit into a line

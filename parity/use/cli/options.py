@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from parity.measure.backends import BACKENDS
 from parity.measure.text import did_you_mean, some_of
+from parity.use.cli.command import OneOf, Options, option, together
 from parity.use.cli.messages import names_like, refusal
 
 if TYPE_CHECKING:
     from mha_spec import InputError
     from parity.port.conversion.layouts import Layout
+
+Decorator = Callable[[Any], Any]
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
@@ -33,7 +38,7 @@ OTHER_ARGUMENTS = {
 }
 """Arguments of these functions that are options of other names."""
 
-LAYOUT_OPTIONS = ("layout_files", "layout", "layouts", "to", "layout_name")
+LAYOUT_OPTIONS = ("layout_files", "layout", "layouts", "to", "weight_names")
 """Options and positional arguments that name layouts, or files with their tables."""
 
 SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -44,7 +49,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
+def in_flags(refused: InputError, options: Options) -> InputError:
     """Return a refusal of a function's argument as one of the option for it: `--to-prefix` for
     `to_prefix`.
     """
@@ -57,6 +62,10 @@ def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
         flags |= {"source": "--from", "layout": "--from"}
     if hasattr(options, "to"):
         flags |= {"target": "--to"}
+    if hasattr(options, "weight_names"):
+        flags |= {"target": "--names"}
+    if hasattr(options, "layer"):
+        flags |= {"layers": "--layer"}
 
     def rename(name: str, value: Any) -> tuple[str, Any]:
         if name == "keep_rest":
@@ -69,7 +78,7 @@ def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
     return refused.renamed(rename)
 
 
-def register_tables(options: argparse.Namespace) -> None:
+def register_tables(options: Options) -> None:
     """Register the tables of layouts on a command line, and replace the path of each by its name.
 
     This comes before the work, so that a bad table costs nothing. Each value of `--layout` is a
@@ -115,59 +124,95 @@ def _registered_name(path: str, tables: dict[str, tuple[str, Layout]]) -> str:
     return layout.name
 
 
-def add_backend_options(parser: argparse._ActionsContainer, backends: Iterable[str]) -> None:
-    """Add the options for the backends of a run, their dtypes, and gradients."""
-    parser.add_argument(
-        "--backends",
+def backend_options() -> Decorator:
+    """Declare the options for the backends of a run, their dtypes, and gradients."""
+    return together(
+        option(
+            "--backends",
+            type=backend_list,
+            metavar="A,B",
+            help=f"{', '.join(BACKENDS)}; default: all that are installed",
+        ),
+        option(
+            "--dtypes",
+            type=dtype_list,
+            default="float32",
+            metavar="A,B",
+            help="float32, bfloat16, float16, float64, or fp32, …; default: float32",
+        ),
+        option("--grad", is_flag=True, help="also compare gradients"),
+    )
+
+
+def cases_option() -> Decorator:
+    """Declare the option for cases."""
+    return option(
+        "--cases",
         type=name_list,
-        metavar="A,B",
-        help=f"{', '.join(backends)}; default: all that are installed",
+        metavar="CASES",
+        help="names and patterns, such as 'rope*,causal', or all; default: every feature once",
     )
-    parser.add_argument(
-        "--dtypes",
-        type=dtype_list,
-        default=["float32"],
-        metavar="A,B",
-        help="float32, bfloat16, float16, float64, or fp32, …; default: float32",
-    )
-    parser.add_argument("--grad", action="store_true", help="also compare gradients")
 
 
-def add_params_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the weights of a function that accepts them as an argument."""
-    parser.add_argument(
+def from_option(about: str = "layout; default: from the file's metadata", **more: Any) -> Decorator:
+    """Declare the option for the layout of a file."""
+    return option("--from", "layout", metavar="LAYOUT", help=about, **more)
+
+
+def params_option() -> Decorator:
+    """Declare the option for the weights of a function that accepts them as an argument."""
+    return option(
         "--params",
         metavar="PKG.MODULE:NAME",
         help="weights for attention(params, x): a mapping, or a function that returns one",
     )
 
 
-def add_declarations(parser: argparse.ArgumentParser, frameworks: Sequence[str]) -> None:
-    """Add options that declare properties of an attention that cannot be inferred."""
-    parser.add_argument(
-        "--framework",
-        choices=frameworks,
-        help="framework of your function, if its module uses several",
-    )
-    add_params_option(parser)
-    parser.add_argument(
-        "--axes",
-        choices=("BNTH", "BTNH", "BTE"),
-        help="axes of the inputs, if they cannot be inferred",
-    )
-    parser.add_argument("--mask-name", metavar="NAME", help="name of the mask parameter")
-    parser.add_argument("--mask-true", choices=("hides", "shows"), help="effect of True in a mask")
-    parser.add_argument("--causal-name", metavar="NAME", help="name of the causal flag")
-    parser.add_argument(
-        "--causal-alignment",
-        choices=("top-left", "bottom-right"),
-        help="corner that the causal diagonal passes through, if queries and keys differ in number",
+def declarations(frameworks: Sequence[str]) -> Decorator:
+    """Declare options for properties of an attention that cannot be inferred."""
+    return together(
+        option(
+            "--framework",
+            type=FrameworkName(frameworks),
+            help="framework of your function, if its module uses several",
+        ),
+        params_option(),
+        option(
+            "--axes",
+            type=OneOf(("BNTH", "BTNH", "BTE")),
+            help="axes of the inputs, if they cannot be inferred",
+        ),
+        option("--mask-name", metavar="NAME", help="name of the mask parameter"),
+        option("--mask-true", type=OneOf(("hides", "shows")), help="effect of True in a mask"),
+        option("--causal-name", metavar="NAME", help="name of the causal flag"),
+        option(
+            "--causal-alignment",
+            type=OneOf(("top-left", "bottom-right")),
+            help=(
+                "corner that the causal diagonal passes through, if queries and keys differ in "
+                "number"
+            ),
+        ),
     )
 
 
-def add_causal_option(parser: argparse.ArgumentParser, about: str) -> None:
-    """Add `--causal` and `--no-causal`; the value is None if neither is passed."""
-    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help=about)
+def causal_option(about: str) -> Decorator:
+    """Declare `--causal` and `--no-causal`; the value is None if neither is passed."""
+    return option("--causal/--no-causal", default=None, help=about)
+
+
+def backend_list(text: str) -> list[str]:
+    """Parse names of backends with commas between them: `ttnn` is `tt`."""
+    names = ["tt" if name == "ttnn" else name for name in name_list(text)]
+    return list(dict.fromkeys(names))
+
+
+class FrameworkName(OneOf):
+    """A framework, where `tt` is another name of `ttnn`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name of a framework."""
+        return super().convert("ttnn" if value == "tt" else value, param, ctx)
 
 
 def name_list(text: str) -> list[str]:
@@ -175,7 +220,7 @@ def name_list(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     names = list(dict.fromkeys(filter(None, names)))
     if not names:
-        raise argparse.ArgumentTypeError("must have at least one name")
+        raise click.BadParameter("must have at least one name")
     return names
 
 
@@ -192,8 +237,10 @@ def dtype_list(text: str) -> list[str]:
 def named_path(text: str) -> tuple[str, str]:
     """Parse a name and a path: `tt=.venv-tt/bin/python`."""
     name, _, path = text.partition("=")
+    if name == "ttnn":
+        name = "tt"
     if not (name and path):
-        raise argparse.ArgumentTypeError(f"must be NAME=PATH, got {text}")
+        raise click.BadParameter(f"must be NAME=PATH, got {text}")
     return name, path
 
 
@@ -208,10 +255,20 @@ def range_list(text: str) -> list[int]:
             numbers += range(int(first), int(last) + 1)
         if numbers:
             return numbers
-    raise argparse.ArgumentTypeError(f"must be numbers and ranges, such as 0,5-7, got {text}")
+    raise click.BadParameter(f"must be numbers and ranges, such as 0,5-7, got {text}")
 
 
-def check_range(options: argparse.Namespace, name: str, least: int, most: float = math.inf) -> None:
+def size_list(text: str) -> list[int]:
+    """Parse positive numbers with commas between them: `48,1,1`."""
+    sizes: list[int] = []
+    with suppress(ValueError):
+        sizes = [int(word) for word in text.split(",")]
+    if not sizes or min(sizes) < 1:
+        raise click.BadParameter(f"must be positive numbers, such as 48,1,1, got {text}")
+    return sizes
+
+
+def check_range(options: Options, name: str, least: int, most: float = math.inf) -> None:
     """Reject a number that is too small or too large."""
     value = getattr(options, name)
     if value < least:

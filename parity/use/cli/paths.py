@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 
+import click
+
+from parity.use.cli.command import Options
 from parity.use.cli.messages import refusal
 from parity.use.cli.options import flag_of
 
@@ -14,15 +16,13 @@ REPORTS = ("json", "junit", "html")
 
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
-PATHS = ("path", "source", "target", "file", "files", "traces")
+PATHS = ("path", "source", "target", "file", "files")
 PATHS += ("weights", "input", "key_input", "labels_file", "join", "model", "layout_files")
 PATHS += ("save_traces", "plot", "output", *REPORTS)
 """Options and positional arguments that are paths."""
 
 
-def check_paths(
-    options: argparse.Namespace, may_write: Callable[[argparse.Namespace, str], bool] | None
-) -> None:
+def check_paths(options: Options, may_write: Callable[[Options, str], bool] | None) -> None:
     """Reject reports that cannot be written, or that would overwrite another file, before the work.
 
     Args:
@@ -54,7 +54,7 @@ def check_paths(
             check_report(path, flag)
 
 
-def _paths_of(options: argparse.Namespace) -> list[tuple[str, str]]:
+def _paths_of(options: Options) -> list[tuple[str, str]]:
     """Return the paths of a command line, each with the name of its option."""
     paths = []
     for name in PATHS:
@@ -75,13 +75,14 @@ def _existing_folder(path: str) -> str:
     return path
 
 
-def _flag(name: str, options: argparse.Namespace) -> str:
+def _flag(name: str, options: Options) -> str:
     """Return an argument as the help of its command calls it."""
-    for action in options.parser._actions:
-        if action.dest == name and not action.option_strings:
-            return str(action.metavar)
-        if action.dest == name == "layout_files":
-            return action.option_strings[0]
+    for parameter in options.context.command.params:
+        if parameter.name != name:
+            continue
+        if isinstance(parameter, click.Argument):
+            return str(parameter.metavar)
+        return parameter.opts[-1]
     return flag_of(name)
 
 

@@ -2,72 +2,51 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parity.use.cli.help import Page, Result
-from parity.use.cli.layers import add_layer_options, layer_options
-from parity.use.cli.messages import refusal
-from parity.use.cli.options import add_causal_option, range_list
+from parity.use.cli.command import Options, Result, argument, command, option
+from parity.use.cli.layers import layer_options, weight_options
+from parity.use.cli.messages import check_exclusive, refusal, requires
+from parity.use.cli.options import causal_option, range_list
 from parity.use.cli.paths import kind_of
 
-PAGE = Page(
+
+@command(
     "draw attention heat maps, head by head",
-    "Draw a heat map of attention for each head, queries by keys, from a trace or from a layer and "
-    "its input.",
-    "mha-parity plot layer.safetensors attention.png --case causal --heads 0,1",
-    "drawn",
+    about=(
+        "Draw a heat map of attention for each head, queries by keys, from a trace or from a "
+        "layer and its input."
+    ),
+    example="mha-parity plot layer.safetensors attention.png --case causal --heads 0,1",
+    well="drawn",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", metavar="SRC", help="a trace, or a file with the weights of a layer"
-    )
-    parser.add_argument("target", metavar="DST", help="picture to write, .png or .svg")
-    inputs = parser.add_mutually_exclusive_group()
-    inputs.add_argument(
-        "--input", metavar="NPY", help="input of the layer, (tokens, width) or (B, tokens, width)"
-    )
-    inputs.add_argument("--case", metavar="NAME", help="apply the layer to the inputs of this case")
-    parser.add_argument(
-        "--key-input",
-        metavar="NPY",
-        help="with --input: sequence to attend to, for cross-attention",
-    )
-    add_causal_option(parser, "with --input: tokens attend to no later token; default: --no-causal")
-    labels = parser.add_mutually_exclusive_group()
-    labels.add_argument("--labels", metavar="A,B", help="labels of the keys, and of the queries")
-    labels.add_argument("--labels-file", metavar="FILE", help="file with one label a line")
-    parser.add_argument(
-        "--query-labels", metavar="A,B", help="labels of the queries, if they differ"
-    )
-    parser.add_argument(
-        "--heads", type=range_list, metavar="0,5-7", help="heads to draw; default: all"
-    )
-    parser.add_argument(
-        "--sequence",
-        type=int,
-        default=0,
-        metavar="B",
-        help="sequence of the batch to draw; default: 0",
-    )
-    parser.add_argument(
-        "--stage", help="stage of a trace, such as step0.attn_weights; default: the last one"
-    )
-    parser.add_argument(
-        "--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
-    )
-    add_layer_options(parser, "the layer")
-
-
-def run(options: argparse.Namespace) -> Result:
+@argument("source", metavar="SRC", help="a trace, or a file with the weights of a layer")
+@argument("target", metavar="DST", help="picture to write, .png or .svg")
+@option("--input", metavar="NPY", help="input of the layer, (tokens, width) or (B, tokens, width)")
+@option("--case", metavar="CASE", help="apply the layer to the inputs of this case")
+@option(
+    "--key-input", metavar="NPY", help="with --input: sequence to attend to, for cross-attention"
+)
+@causal_option("with --input: tokens attend to no later token; default: --no-causal")
+@option("--labels", metavar="A,B", help="labels of the keys, and of the queries")
+@option("--labels-file", metavar="FILE", help="file with one label a line")
+@option("--query-labels", metavar="A,B", help="labels of the queries, if they differ")
+@option("--heads", type=range_list, metavar="0,5-7", help="heads to draw; default: all")
+@option(
+    "--sequence", type=int, default=0, metavar="B", help="sequence of the batch to draw; default: 0"
+)
+@option("--stage", help="stage of a trace, such as step0.attn_weights; default: the last one")
+@option("--from", "layout", metavar="LAYOUT", help="layout; default: from the file's metadata")
+@weight_options("the layer")
+def run(options: Options) -> Result:
     """Draw, and print a summary."""
     from parity.use.reporting.console import console
     from parity.use.reporting.plot import check_destination, plot_attention
 
+    check_exclusive(options, "--input", "--case")
+    check_exclusive(options, "--labels", "--labels-file")
     check_destination(options.target, "DST")
     labels = _labels(options)
     query_labels = None if options.query_labels is None else options.query_labels.split(",")
@@ -98,7 +77,7 @@ def run(options: argparse.Namespace) -> Result:
     return 0, content
 
 
-def _labels(options: argparse.Namespace) -> list[str] | None:
+def _labels(options: Options) -> list[str] | None:
     """Return the labels of the keys; None without any."""
     from parity.measure.files.small import read_text
 
@@ -109,7 +88,7 @@ def _labels(options: argparse.Namespace) -> list[str] | None:
     return None
 
 
-def _attention(options: argparse.Namespace) -> tuple[str, Any]:
+def _attention(options: Options) -> tuple[str, Any]:
     """Return the stage and the attention weights of a trace, or of a layer for an input."""
     from parity.explain.diagnosis.attention import (
         attention_for,
@@ -140,9 +119,9 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     if options.input is None:
         needless = _passed(of_input)
         if needless:
-            raise refusal(", ".join(needless), "be passed with --input")
+            raise requires(needless, "--input")
         if case is None:
-            raise refusal("--input or --case", "be passed with a file of weights")
+            raise requires("a file of weights", "--input or --case")
     weights, spec = load(
         options.source, options.layout, prefix=options.prefix, **layer_options(options)
     )

@@ -4,16 +4,15 @@ why.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from parity.use.cli.help import Result
+from parity.use.cli.command import Options, Result
 from parity.use.cli.layers import ASSUMED_CAUSAL, layer_options
-from parity.use.cli.messages import refusal
+from parity.use.cli.messages import contradiction, refusal, requires
 from parity.use.cli.options import flag_of
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ INPUTS = ("query", "key", "cotangent")
 """Arrays of a file in addition to stages, if the layer is that of --weights."""
 
 
-def diagnose_division(options: argparse.Namespace) -> Result:
+def diagnose_division(options: Options) -> Result:
     """Print which ranks are wrong, and which bug of dividing explains all of them."""
     from parity.explain.diagnosis.ranks import diagnose_ranks
     from parity.measure.core.weights import load_tensors
@@ -89,13 +88,13 @@ def _division(text: str) -> dict[str, int]:
     return {names[name]: int(size)}
 
 
-def _problem_of_case(options: argparse.Namespace, arrays: Mapping[str, Arrays]) -> Problem:
+def _problem_of_case(options: Options, arrays: Mapping[str, Arrays]) -> Problem:
     """Return the problem of a known case."""
     from parity.measure.core.cases import case_named
     from parity.measure.core.problem import make_problem
 
     if options.case is None:
-        raise refusal("--weights or --case", "be the layer that the ranks divide", "--mesh alone")
+        raise requires("--mesh", "--weights or --case")
     of_layer = {
         "from": options.layouts,
         "prefix": options.prefix,
@@ -104,14 +103,14 @@ def _problem_of_case(options: argparse.Namespace, arrays: Mapping[str, Arrays]) 
     }
     needless = [flag_of(name) for name, value in of_layer.items() if value]
     if needless:
-        raise refusal(", ".join(needless), "be passed with --weights")
+        raise requires(needless, "--weights")
     case = case_named(options.case)
     # The case has its own inputs, so that the files hold stages alone.
     _check_names(options, arrays, inputs=())
     return make_problem(case, _dtype_of(arrays))
 
 
-def _problem_of_layer(options: argparse.Namespace, arrays: Mapping[str, Arrays]) -> Problem:
+def _problem_of_layer(options: Options, arrays: Mapping[str, Arrays]) -> Problem:
     """Return the problem of the layer of a file and the input of all ranks."""
     from parity.measure.core.case import DTYPES, Case
     from parity.measure.core.problem import Problem
@@ -120,7 +119,7 @@ def _problem_of_layer(options: argparse.Namespace, arrays: Mapping[str, Arrays])
     from parity.use.reporting.console import console
 
     if options.case is not None:
-        raise refusal("--case", "not be combined with --weights, which has a layer of its own")
+        raise contradiction("--case", "--weights")
     layout = options.layouts[0] if options.layouts else None
     prefix = options.prefix[0] if options.prefix else None
     weights, spec = load(options.weights, layout, prefix=prefix, **layer_options(options))
@@ -176,9 +175,7 @@ def _whole_input(name: str, arrays: Mapping[str, Arrays], mesh: str) -> np.ndarr
     return parts[0]
 
 
-def _check_names(
-    options: argparse.Namespace, arrays: Mapping[str, Arrays], inputs: Sequence[str]
-) -> None:
+def _check_names(options: Options, arrays: Mapping[str, Arrays], inputs: Sequence[str]) -> None:
     """Reject a file that has other arrays than stages, or no stage."""
     from parity.explain.diagnosis.ranks import JUDGED
 

@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import Any
 
-from parity.use.cli.help import Result
+from parity.use.cli.command import OneOf, Options, Result, option, together
+from parity.use.cli.messages import print_out
+from parity.use.cli.options import Decorator
 
 
-def add_length_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options for the length of a printed report."""
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("-v", "--verbose", action="store_true", help="print every comparison")
-    length.add_argument(
-        "-q", "--quiet", action="store_true", help="print failures and the verdict only"
-    )
-
-
-def add_skip_option(parser: argparse._ActionsContainer) -> None:
-    """Add the option that makes a report with gaps a success."""
-    parser.add_argument(
+def skip_option() -> Decorator:
+    """Declare the option that makes a report with gaps a success."""
+    return option(
         "--allow-skipped",
-        action="store_true",
+        is_flag=True,
         help="exit with 0 even if something was not compared; some of it must be",
     )
 
 
-def add_report_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options for the files of a report."""
-    parser.add_argument("--junit", metavar="PATH", help="also write the result as JUnit XML")
-    add_html_option(parser)
+def report_options() -> Decorator:
+    """Declare the options for the files of a report."""
+    return together(
+        option("--junit", metavar="PATH", help="also write the result as JUnit XML"),
+        html_option(),
+        option(
+            "--output-format",
+            type=OneOf(("text", "github")),
+            default="text",
+            help="text, or annotations of a GitHub workflow; default: text",
+        ),
+    )
 
 
-def add_html_option(parser: argparse._ActionsContainer) -> None:
-    """Add the option for a page."""
-    parser.add_argument(
+def html_option() -> Decorator:
+    """Declare the option for a page."""
+    return option(
         "--html",
         metavar="PATH",
         help="also write the result as one HTML page, which needs no network",
     )
 
 
-def attention_maps(options: argparse.Namespace) -> Any:
+def attention_maps(options: Options) -> Any:
     """Return a function that keeps the attention maps of traces for a page, if one is requested.
 
     Raises:
@@ -59,13 +59,19 @@ def _keep_nothing(trace: Any, reference: Any, comparisons: Any) -> None:
     """Ignore the traces of a run without a page."""
 
 
-def print_and_write(options: argparse.Namespace, report: Any, maps: Any) -> Result:
+def print_and_write(options: Options, report: Any, maps: Any) -> Result:
     """Print a report, and write it to the files of the options."""
     from parity.use.reporting.console import console
     from parity.use.reporting.run import print_report
 
     report = replace(report, allow_skipped=options.allow_skipped)
-    print_report(report, console(), verbose=options.verbose, quiet=options.quiet)
+    if options.output_format == "github":
+        from parity.use.reporting.github import annotations
+
+        for line in annotations(report):
+            print_out(f"{line}\n")
+    else:
+        print_report(report, console(), verbose=options.verbose, quiet=options.quiet)
     if options.junit is not None:
         from parity.use.reporting.junit import write_junit
 
@@ -74,7 +80,7 @@ def print_and_write(options: argparse.Namespace, report: Any, maps: Any) -> Resu
     return report.status, report
 
 
-def write_page(options: argparse.Namespace, report: Any, maps: Any) -> None:
+def write_page(options: Options, report: Any, maps: Any) -> None:
     """Write a report as a page, if one is requested."""
     if options.html is not None:
         from parity.use.reporting.html import write_html

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,22 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 from parity.measure.backends import BACKENDS
 from parity.use.cli.cases import chosen_cases, num_runs
-from parity.use.cli.help import Page, Result
-from parity.use.cli.layers import add_layer_options, layer_options, passed_layer_flags
-from parity.use.cli.messages import add_hint, no_framework, refusal
+from parity.use.cli.command import OneOf, Options, Result, command, group, option
+from parity.use.cli.layers import layer_options, passed_layer_flags, weight_options
+from parity.use.cli.messages import (
+    add_hint,
+    check_exclusive,
+    contradiction,
+    no_framework,
+    refusal,
+    requires,
+)
 from parity.use.cli.options import (
-    add_backend_options,
+    backend_options,
+    cases_option,
     check_names,
     check_range,
+    flag_of,
     named_path,
     range_list,
 )
 from parity.use.cli.reports import (
-    add_length_options,
-    add_report_options,
-    add_skip_option,
     attention_maps,
     print_and_write,
+    report_options,
+    skip_option,
 )
 
 if TYPE_CHECKING:
@@ -36,106 +43,125 @@ if TYPE_CHECKING:
 MOST_RANDOM = 10_000
 """The largest number of random cases. It is a choice: that many run for hours."""
 
-PAGE = Page(
+
+@command(
     "run test cases or a model's layers, and check every stage",
-    "Run test cases in each framework and compare each stage (q, k, v, scores, attention weights, "
-    "context, output, cache, gradients) with the float64 reference. The tolerance follows from "
-    "rounding in the dtype.",
-    "mha-parity run --model checkpoints/llama --layers 0,5-7 --against transformers",
-    "every requested stage agrees",
-    "a stage differs",
+    about=(
+        "Run test cases in each framework and compare each stage (q, k, v, scores, attention "
+        "weights, context, output, cache, gradients) with the float64 reference. The tolerance "
+        "follows from rounding in the dtype."
+    ),
+    example="mha-parity run --model checkpoints/llama --layers 0,5-7 --against transformers",
+    well="every requested stage agrees",
+    wrong="a stage differs",
+    has_quiet_form=True,
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what to run")
-    what.add_argument(
-        "--cases", metavar="GLOB", help="names such as 'rope*', or all; default: every feature once"
-    )
-    what.add_argument("--random", type=int, default=0, metavar="N", help="also run N random cases")
-    whose = what.add_mutually_exclusive_group()
-    whose.add_argument(
+@group(
+    "what to run",
+    cases_option(),
+    option("--list", "is_list", is_flag=True, help="list the cases, by default all, and run none"),
+    option(
+        "--random",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also run N random cases",
+    ),
+    option(
         "--model",
         metavar="FOLDER",
         help="run every layer of this model instead: config.json, weights",
-    )
-    whose.add_argument(
-        "--weights", metavar="FILE", help="run one layer of this file instead, in any layout"
-    )
-    what.add_argument(
-        "--layers", type=range_list, metavar="0,5-7", help="layers of --model; default: all"
-    )
-    what.add_argument(
+    ),
+    option(
+        "--weights",
+        metavar="FILE",
+        help="run one layer of this file instead, in any layout",
+    ),
+    option(
+        "--layers",
+        type=range_list,
+        metavar="0,5-7",
+        help="layers of --model; default: all",
+    ),
+    option(
         "--against",
-        choices=("transformers",),
+        type=OneOf(("transformers",)),
         help=(
             "with --model: also check transformers' own modules; observe a model of an unknown "
             "family"
         ),
-    )
-    what.add_argument(
-        "--seq-len", type=int, metavar="N", help="tokens of --model or --weights; default: 9"
-    )
-
-    how = parser.add_argument_group("how to run")
-    add_backend_options(how, BACKENDS)
-    how.add_argument(
-        "-j", "--jobs", type=int, default=1, metavar="N", help="number of processes; default: 1"
-    )
-    how.add_argument(
-        "--device", default="cpu", help="device of torch, cpu or cuda; JAX uses its default device"
-    )
-    how.add_argument(
+    ),
+    option(
+        "--seq-len",
+        type=int,
+        metavar="N",
+        help="tokens of --model or --weights; default: 9",
+    ),
+)
+@group(
+    "how to run",
+    backend_options(),
+    option(
+        "-j",
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of processes; default: 1",
+    ),
+    option(
+        "--device",
+        default="cpu",
+        help="device of torch, cpu or cuda; JAX uses its default device",
+    ),
+    option(
         "--python",
+        multiple=True,
         type=named_path,
-        action="append",
-        default=[],
         metavar="BACKEND=PATH",
         help="run this backend with the Python of another environment",
-    )
-    how.add_argument(
+    ),
+    option(
         "--join",
-        action="append",
-        default=[],
+        multiple=True,
         metavar="DIR",
         help="also check the traces of this folder",
-    )
-
-    reading = parser.add_argument_group("reading weights")
-    reading.add_argument(
-        "--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
-    )
-    add_layer_options(reading, "the layers")
-
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--save-traces", metavar="DIR", help="save every stage, for `compare` and --join"
-    )
-    add_skip_option(output)
-    add_length_options(output)
-    add_report_options(output)
-
-
-def run(options: argparse.Namespace) -> Result:
+    ),
+)
+@group(
+    "reading weights",
+    option(
+        "--from",
+        "layout",
+        metavar="LAYOUT",
+        help="layout; default: from the file's metadata",
+    ),
+    weight_options("the layers"),
+)
+@group(
+    "output",
+    option(
+        "--save-traces",
+        metavar="DIR",
+        help="save every stage, for `compare` and --join",
+    ),
+    skip_option(),
+    report_options(),
+)
+def run(options: Options) -> Result:
     """Run the cases, print the report and write it."""
     from parity.measure.backends import why_missing
-    from parity.measure.core.case import DTYPES
     from parity.port.conversion.convert import load
     from parity.use.reporting.console import progress_bar
     from parity.use.running.elsewhere import Elsewhere
     from parity.use.running.lengths import not_exercised
-    from parity.use.running.models import LONGEST, SEQ_LEN, SHORTEST, cases_of
+    from parity.use.running.models import SEQ_LEN, cases_of
     from parity.use.running.run import run_cases
 
-    check_names("--backends", options.backends, BACKENDS)
-    check_names("--dtypes", options.dtypes, DTYPES)
-    check_range(options, "jobs", 1)
-    if options.seq_len is not None:
-        check_range(options, "seq_len", SHORTEST, LONGEST)
+    if options.is_list:
+        return _list_cases(options)
+    _check_numbers_and_names(options)
     seq_len = SEQ_LEN if options.seq_len is None else options.seq_len
-    if options.jobs > 1 and options.model is not None:
-        rule = "be 1 with --model, because layers are read one at a time"
-        raise refusal("--jobs", rule, {"--jobs": options.jobs})
     cases = _chosen_cases(options)
     maps = attention_maps(options)
     _check_weight_options(options)
@@ -191,14 +217,46 @@ def run(options: argparse.Namespace) -> Result:
     return print_and_write(options, report, maps)
 
 
-def _options_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
+def _list_cases(options: Options) -> Result:
+    """Print the cases of --cases, or all, one in a line."""
+    from dataclasses import asdict
+
+    from parity.use.reporting.cases import covers, print_cases
+    from parity.use.reporting.console import console
+
+    for name in ("model", "weights", "random", "save_traces", "join", "python", "junit", "html"):
+        if getattr(options, name):
+            raise contradiction(flag_of(name), "--list")
+    cases = chosen_cases(options.cases or ["all"])
+    if not options.quiet:
+        print_cases(cases, console())
+    return 0, {"cases": [{"covers": covers(case), **asdict(case)} for case in cases]}
+
+
+def _check_numbers_and_names(options: Options) -> None:
+    """Reject unknown names, and numbers that are out of range."""
+    from parity.measure.core.case import DTYPES
+    from parity.use.running.models import LONGEST, SHORTEST
+
+    check_exclusive(options, "--model", "--weights")
+    check_names("--backends", options.backends, BACKENDS)
+    check_names("--dtypes", options.dtypes, DTYPES)
+    check_range(options, "jobs", 1)
+    if options.seq_len is not None:
+        check_range(options, "seq_len", SHORTEST, LONGEST)
+    if options.jobs > 1 and options.model is not None:
+        rule = "be 1 with --model, because layers are read one at a time"
+        raise refusal("--jobs", rule, {"--jobs": options.jobs})
+
+
+def _options_elsewhere(options: Options, backend: str) -> list[str]:
     """Return the options of `run` for the same cases on a backend with another Python."""
     words = ["--backends", backend, "--dtypes", ",".join(options.dtypes)]
     words += ["--random", str(options.random)]
     # Cases that it skips count in the report of all.
     words.append("--allow-skipped")
     if options.cases is not None:
-        words += ["--cases", options.cases]
+        words += ["--cases", ",".join(options.cases)]
     if backend == "torch":
         words += ["--device", options.device]
     if options.grad:
@@ -206,7 +264,7 @@ def _options_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
     return words
 
 
-def _check_weight_options(options: argparse.Namespace) -> None:
+def _check_weight_options(options: Options) -> None:
     """Reject options about weights without weights, and options about cases with weights."""
     if options.model is None and options.weights is None:
         needless = passed_layer_flags(options)
@@ -215,24 +273,19 @@ def _check_weight_options(options: argparse.Namespace) -> None:
         if options.seq_len is not None:
             needless.append("--seq-len")
         if needless:
-            raise refusal(", ".join(needless), "be passed with --weights or --model")
-    elif (
-        options.cases is not None
-        or options.random
-        or options.save_traces
-        or options.join
-        or options.python
-    ):
-        source = "--model" if options.model is not None else "--weights"
-        rule = "not be combined with --cases, --random, --save-traces, --join or --python"
-        raise refusal(source, rule)
+            raise requires(needless, "--weights or --model")
+    else:
+        of_cases = ("cases", "random", "save_traces", "join", "python")
+        passed = [flag_of(name) for name in of_cases if getattr(options, name)]
+        if passed:
+            raise contradiction("--model" if options.model is not None else "--weights", passed)
     if options.model is None:
-        flags = [flag for flag in ("layers", "against") if getattr(options, flag)]
+        flags = [f"--{name}" for name in ("layers", "against") if getattr(options, name)]
         if flags:
-            raise refusal(f"--{' and --'.join(flags)}", "be passed with --model")
+            raise requires(flags, "--model")
 
 
-def _run_model(options: argparse.Namespace, arguments: dict[str, Any]) -> Report:
+def _run_model(options: Options, arguments: dict[str, Any]) -> Report:
     """Run the layers of a model."""
     from mha_spec import InputError
     from parity.port.conversion.checkpoint import Checkpoint
@@ -266,7 +319,7 @@ def _run_model(options: argparse.Namespace, arguments: dict[str, Any]) -> Report
             raise
 
 
-def _chosen_cases(options: argparse.Namespace) -> list[Case]:
+def _chosen_cases(options: Options) -> list[Case]:
     from parity.measure.core.cases import random_case
 
     check_range(options, "random", 0, MOST_RANDOM)

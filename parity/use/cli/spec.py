@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 
-from parity.use.cli.help import Page, Result
-from parity.use.cli.messages import add_hint, refusal
+from parity.use.cli.command import Options, Result, argument, command, option
+from parity.use.cli.messages import add_hint, refusal, requires
 
-PAGE = Page(
+
+@command(
     "read what each attention layer of a model computes",
-    "Read the configuration of a Hugging Face model. Report what each of its attention layers "
-    "computes, and which key specifies it. With --live, observe a model in memory instead, report "
-    "how each field was found, and check the rules of its family against it.",
-    "mha-parity spec checkpoints/llama",
-    "every layer is understood",
-    "a live layer is rejected",
+    about=(
+        "Read the configuration of a Hugging Face model. Report what each of its attention layers"
+        " computes, and which key specifies it. With --live, observe a model in memory instead, "
+        "report how each field was found, and check the rules of its family against it."
+    ),
+    example="mha-parity spec checkpoints/llama",
+    well="every layer is understood",
+    wrong="a live layer is rejected",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", nargs="?", help="config.json, or its folder")
-    parser.add_argument(
-        "--families", action="store_true", help="list the known families, by their model_type"
-    )
-    parser.add_argument(
-        "--live",
-        metavar="PKG.MODULE:NAME",
-        help=(
-            "a function that returns a torch or Flax model in evaluation mode, and the keywords "
-            "of a call"
-        ),
-    )
-    parser.add_argument(
-        "--part",
-        metavar="NAME",
-        help=(
-            "only this part of a composite model: the key of its configuration, such as "
-            "text_config or thinker_config.text_config"
-        ),
-    )
-
-
-def run(options: argparse.Namespace) -> Result:
+@argument("path", required=False, metavar="PATH", help="config.json, or its folder")
+@option("--families", is_flag=True, help="list the known families, by their model_type")
+@option(
+    "--live",
+    metavar="PKG.MODULE:NAME",
+    help=(
+        "a function that returns a torch or Flax model in evaluation mode, and the keywords "
+        "of a call"
+    ),
+)
+@option(
+    "--part",
+    metavar="NAME",
+    help=(
+        "only this part of a composite model: the key of its configuration, such as "
+        "text_config or thinker_config.text_config"
+    ),
+)
+def run(options: Options) -> Result:
     """Print the specifications."""
     forms = [options.path is not None, options.live is not None, options.families]
     if forms.count(True) != 1:
@@ -54,26 +49,26 @@ def run(options: argparse.Namespace) -> Result:
     return _read_configuration(options)
 
 
-def _list_families(options: argparse.Namespace) -> Result:
+def _list_families(options: Options) -> Result:
     """Print the names of families, one in each line."""
     from parity.port.models.families import FAMILIES
     from parity.use.reporting.console import console
 
     if options.part is not None:
-        raise refusal("--part", "be passed with PATH", {"--part": options.part})
+        raise requires("--part", "PATH")
     console().print("\n".join(sorted(FAMILIES)))
     return 0, {"families": sorted(FAMILIES)}
 
 
-def _observe_model(options: argparse.Namespace) -> Result:
+def _observe_model(options: Options) -> Result:
     """Print the specification of each layer of a live model, or why there is none."""
     from parity.explain.conformance.discover import load_callable
     from parity.explain.identification.layers import layers_of
     from parity.measure.core.user_code import user_code
-    from parity.use.reporting.console import console
+    from parity.use.reporting.console import console, working
 
     if options.part is not None:
-        raise refusal("--part", "be passed with PATH", {"--part": options.part})
+        raise requires("--part", "PATH")
     function = load_callable(options.live)
     with user_code(options.live):
         result = function()
@@ -82,7 +77,8 @@ def _observe_model(options: argparse.Namespace) -> Result:
         got = ", ".join(type(value).__name__ for value in values)
         raise refusal("--live", "be a function that returns a model and its inputs by name", got)
     model, inputs = values
-    layers = layers_of(model, inputs)
+    with working("observing the layers of the model"):
+        layers = layers_of(model, inputs)
     out = console()
     for layer in layers:
         out.print(str(layer), markup=False, highlight=False, soft_wrap=True)
@@ -90,7 +86,7 @@ def _observe_model(options: argparse.Namespace) -> Result:
     return int(is_rejected), {"layers": [layer.to_dict() for layer in layers]}
 
 
-def _read_configuration(options: argparse.Namespace) -> Result:
+def _read_configuration(options: Options) -> Result:
     """Print the specifications of the layers of a configuration."""
     from mha_spec import InputError
     from parity.port.conversion.model_config import ModelConfig

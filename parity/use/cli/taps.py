@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parity.use.cli.help import Result
-from parity.use.cli.messages import refusal
+from parity.use.cli.command import Options, Result
+from parity.use.cli.messages import refusal, requires
 from parity.use.cli.paths import kind_of
 
 if TYPE_CHECKING:
@@ -25,28 +24,32 @@ def are_taps(paths: Sequence[str]) -> bool:
     return True
 
 
-def compare_recordings(options: argparse.Namespace) -> Result:
+def compare_recordings(options: Options) -> Result:
     """Compare recordings with their model, as a report; or two with each other."""
     from parity.use.cli.reports import attention_maps, print_and_write
+    from parity.use.reporting.console import working
     from parity.use.running.taps import compare_with, report_of
 
     if options.model is None:
         _check_no_report({"--html": options.html, "--junit": options.junit})
-        difference = _compare_two(options.traces, with_table=True)
+        if options.output_format != "text":
+            raise requires("--output-format", "--model")
+        difference = _compare_two(options.files, with_table=True)
         status = 0 if difference.agrees else 1
         # Layers of one recording alone have nothing to be compared with.
         if status == 0 and difference.alone and not options.allow_skipped:
             status = 2
         return status, difference
     maps = attention_maps(options)
-    verdicts = compare_with(options.model, options.traces)
+    with working("comparing the recording with its model"):
+        verdicts = compare_with(options.model, options.files)
     return print_and_write(options, report_of(verdicts), maps)
 
 
-def diagnose_recordings(options: argparse.Namespace) -> Result:
+def diagnose_recordings(options: Options) -> Result:
     """Print which layer goes wrong, at which stage, and why."""
     from parity.use.cli.reports import attention_maps, write_page
-    from parity.use.reporting.console import console
+    from parity.use.reporting.console import console, working
     from parity.use.reporting.taps import print_verdict
     from parity.use.running.taps import compare_with, report_of
 
@@ -55,7 +58,8 @@ def diagnose_recordings(options: argparse.Namespace) -> Result:
         difference = _compare_two(options.files, with_table=False)
         return 0 if difference.agrees else 1, difference
     maps = attention_maps(options)
-    verdicts = compare_with(options.model, options.files)
+    with working("comparing the recording with its model"):
+        verdicts = compare_with(options.model, options.files)
     status = 0
     recordings = []
     for path, verdict in verdicts.items():
@@ -71,7 +75,7 @@ def diagnose_recordings(options: argparse.Namespace) -> Result:
 def _check_no_report(paths: Mapping[str, str | None]) -> None:
     flags = [flag for flag, path in paths.items() if path is not None]
     if flags:
-        raise refusal(", ".join(flags), "be passed with --model", "recordings alone")
+        raise requires(flags, "--model")
 
 
 def _compare_two(paths: Sequence[str], *, with_table: bool) -> TapDifference:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import keyword
 import os
 import sys
@@ -10,10 +9,10 @@ import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parity.use.cli.help import Page, Result
-from parity.use.cli.layers import add_layer_options, layer_options
-from parity.use.cli.messages import print_out, refusal
-from parity.use.cli.options import range_list
+from parity.use.cli.command import OneOf, Options, Result, argument, command, option
+from parity.use.cli.layers import layer_options, weight_options
+from parity.use.cli.messages import contradiction, print_out, refusal, requires
+from parity.use.cli.options import FrameworkName
 
 if TYPE_CHECKING:
     from parity.port.conversion.layers import FileLayer
@@ -26,56 +25,61 @@ IMPORTED = {*FRAMEWORKS, "numpy", "parity", "mha_spec", "pytest", *sys.stdlib_mo
 READ_ALONE = {"__init__", "__main__", "conftest"}
 """Files that Python and pytest read by themselves."""
 
-PAGE = Page(
+
+def may_write(options: Options, path: str) -> bool:
+    """Return whether a path is that of a file that the command writes."""
+    return os.path.realpath(path) in map(os.path.realpath, _paths(options))
+
+
+def _paths(options: Options) -> list[Path]:
+    """Return the files to write: the layer, its test, and the trace that the test reads."""
+    if options.output is None:
+        return []
+    path = Path(options.output)
+    paths = [path]
+    if options.test is not None:
+        paths.append(path.with_name(f"test_{path.name}"))
+    if options.test == "trace":
+        paths.append(path.with_name(f"{path.stem}_trace.npz"))
+    return paths
+
+
+@command(
     "write one layer as plain code, with a test",
-    "Write one attention layer of a model as a file of plain code, without options, branches or "
-    "imports of this package. The file ends with a function that makes its weights from the "
-    "checkpoint's tensors. --test also writes a test.",
-    "mha-parity write checkpoints/llama --layers 3 --to torch --cache static -o attention.py",
-    "written",
+    about=(
+        "Write one attention layer of a model as a file of plain code, without options, branches "
+        "or imports of this package. The file ends with a function that makes its weights from "
+        "the checkpoint's tensors. --test also writes a test."
+    ),
+    example="mha-parity write checkpoints/llama --layer 3 --to torch -o attention.py",
+    well="written",
+    may_write=may_write,
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument(
-        "source", metavar="MODEL", help="folder with a config.json and weights, or file of weights"
-    )
-    parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="framework of the code")
-    parser.add_argument(
-        "--layers",
-        type=range_list,
-        metavar="N",
-        help=(
-            "number of the layer; --prefix selects one if several parts have that number; "
-            "default: the first in MODEL"
-        ),
-    )
-    parser.add_argument(
-        "--cache", choices=("static", "ragged"), help="write the layer over a key/value cache"
-    )
-    parser.add_argument(
-        "--mask", action="store_true", help="accept a boolean mask, True = masked, in each call"
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE.py", help="file to write; default: standard output"
-    )
-    parser.add_argument(
-        "--test",
-        choices=("reference", "trace"),
-        help=(
-            "also write a test: against the float64 reference, or against a trace, without "
-            "mha-parity"
-        ),
-    )
-    parser.add_argument("--force", action="store_true", help="replace files that exist")
-    parser.add_argument(
-        "--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
-    )
-    add_layer_options(parser, "a layer")
-
-
-def run(options: argparse.Namespace) -> Result:
+@argument(
+    "source", metavar="MODEL", help="folder with a config.json and weights, or file of weights"
+)
+@option("--to", type=FrameworkName(FRAMEWORKS), required=True, help="framework of the code")
+@option(
+    "--layer",
+    type=int,
+    metavar="N",
+    help=(
+        "number of the layer; --prefix selects one if several parts have that number; "
+        "default: the first in MODEL"
+    ),
+)
+@option("--cache", type=OneOf(("static", "ragged")), help="write the layer over a key/value cache")
+@option("--mask", is_flag=True, help="accept a boolean mask, True = masked, in each call")
+@option("-o", "--output", metavar="FILE.py", help="file to write; default: standard output")
+@option(
+    "--test",
+    type=OneOf(("reference", "trace")),
+    help="also write a test: against the float64 reference, or against a trace, without mha-parity",
+)
+@option("--force", is_flag=True, help="replace files that exist")
+@option("--from", "layout", metavar="LAYOUT", help="layout; default: from the file's metadata")
+@weight_options("a layer")
+def run(options: Options) -> Result:
     """Write the layer, and its test if requested."""
     from parity.measure.files.target import errors_name, write_files
     from parity.port.conversion.checkpoint import Checkpoint
@@ -93,12 +97,12 @@ def run(options: argparse.Namespace) -> Result:
         layers = checkpoint.layers(hints, options.layout, options.prefix)
         layers.warn_if_incomplete()
         chosen = layers.in_order[:1]
-        if options.layers:
-            chosen = chosen_layers(layers.in_order, options.layers)
+        if options.layer is not None:
+            chosen = chosen_layers(layers.in_order, [options.layer])
         if len(chosen) != 1:
             remedy = [{"--prefix": layer.label} for layer in chosen]
             raise refusal(
-                "--layers",
+                "--layer",
                 "select one layer",
                 f"{len(chosen)} of them",
                 remedy=remedy,
@@ -115,25 +119,7 @@ def run(options: argparse.Namespace) -> Result:
     return 0, {**content, "files": [str(path) for path in paths]}
 
 
-def may_write(options: argparse.Namespace, path: str) -> bool:
-    """Return whether a path is that of a file that the command writes."""
-    return os.path.realpath(path) in map(os.path.realpath, _paths(options))
-
-
-def _paths(options: argparse.Namespace) -> list[Path]:
-    """Return the files to write: the layer, its test, and the trace that the test reads."""
-    if options.output is None:
-        return []
-    path = Path(options.output)
-    paths = [path]
-    if options.test is not None:
-        paths.append(path.with_name(f"test_{path.name}"))
-    if options.test == "trace":
-        paths.append(path.with_name(f"{path.stem}_trace.npz"))
-    return paths
-
-
-def _contents(layer: FileLayer, options: argparse.Namespace) -> list[bytes]:
+def _contents(layer: FileLayer, options: Options) -> list[bytes]:
     """Return the content of each file to write; of the layer alone for standard output."""
     from parity.explain.writing import call_of_layer, source_of_layer
     from parity.explain.writing.check import check_of
@@ -152,14 +138,13 @@ def _contents(layer: FileLayer, options: argparse.Namespace) -> list[bytes]:
     return contents
 
 
-def _check_module(options: argparse.Namespace) -> None:
+def _check_module(options: Options) -> None:
     """Reject a file that is not that of a new module, and options that it cannot have."""
     if options.mask and options.cache is not None:
-        raise refusal("--mask", "not be combined with --cache")
+        raise contradiction("--mask", "--cache")
     if options.output is None:
         if options.test is not None:
-            rule = "be passed with --output, because the test is a file next to it"
-            raise refusal("--test", rule)
+            raise requires("--test", "--output")
         return
     path = Path(options.output)
     if path.suffix != ".py" or not _is_free(path.stem):

@@ -8,13 +8,21 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import repeat
 from typing import Any
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
@@ -37,10 +45,29 @@ NARROWEST = 9
 Row = Sequence[str | Text]
 
 
+_color_of_output: ContextVar[str] = ContextVar("_color_of_output", default="auto")
+
+
+@contextmanager
+def colored(when: str) -> Iterator[None]:
+    """Print in color always, never, or on a terminal (auto)."""
+    token = _color_of_output.set(when)
+    try:
+        yield
+    finally:
+        _color_of_output.reset(token)
+
+
 class _Console(Console):
     """A console that ignores Rich's markup and control characters in the text that it prints."""
 
     def __init__(self, **options: Any) -> None:
+        when = _color_of_output.get()
+        if when == "never":
+            options["no_color"] = True
+        elif when == "always":
+            options["color_system"] = "standard"
+            options["no_color"] = False
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -247,6 +274,17 @@ def progress_bar(total: int | None) -> Iterator[Any]:
             num_begun += 1
 
         yield begin
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on standard error, on a terminal only, what takes its time, and for how long."""
+    errors = _Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    is_shown = errors.is_terminal
+    with Progress(*columns, console=errors, transient=True, disable=not is_shown) as progress:
+        progress.add_task(what, total=None)
+        yield
 
 
 def short_ratio(ratio: float | None) -> str:

@@ -86,12 +86,19 @@ FINDING = {
 }
 
 SCHEMAS = {
-    "run": Schema(5, {"": REPORT}),
+    "run": Schema(6, {"": REPORT, "`--list`": {"cases": "fields of each case"}}),
     "compare": Schema(
-        5,
+        6,
         {
             "traces, or recordings with `--model`": REPORT,
             "two recordings without `--model`": TWO_RECORDINGS,
+            "two files of weights": {
+                "results": "a record for each stage of each pair of layers",
+                "layers": "verdict on each pair of layers",
+                "diagnosis": "diagnosis of the first pair that differs",
+                "not_compared": "layers that were not compared, and why",
+                "only_in_one": "tensors that only one of the files has",
+            },
         },
     ),
     "conformance": Schema(
@@ -112,18 +119,6 @@ SCHEMAS = {
                 "not_examined": "why some properties of the callable are unknown",
                 "outcomes": "result of each injected bug",
                 "not_injected": "bugs that the callable does not allow, and why",
-            }
-        },
-    ),
-    "verify": Schema(
-        5,
-        {
-            "": {
-                "results": "a record for each stage of each pair of layers",
-                "layers": "verdict on each pair of layers",
-                "diagnosis": "diagnosis of the first pair that differs",
-                "not_compared": "layers that were not compared, and why",
-                "only_in_one": "tensors that only one of the files has",
             }
         },
     ),
@@ -179,15 +174,16 @@ SCHEMAS = {
         },
     ),
     "inspect": Schema(
-        2,
+        3,
         {
+            "`--layouts`, or a layout": {"layouts": "layouts, with the tensors of their forms"},
             "": {
                 "file_format": "format of the file",
                 "metadata": "metadata of the file",
                 "tensors": "shape and dtype of each tensor",
                 "layers": "groups of layers, with their layout",
                 "proposed_layout": "table of a layout that may fit, if none does",
-            }
+            },
         },
     ),
     "convert": Schema(
@@ -215,7 +211,6 @@ SCHEMAS = {
             }
         },
     ),
-    "layouts": Schema(3, {"": {"layouts": "layouts, with the tensors of their forms"}}),
     "write": Schema(
         1,
         {
@@ -227,7 +222,6 @@ SCHEMAS = {
         },
     ),
     "cache-size": Schema(1, {"": {"nbytes": "bytes of the cache"}}),
-    "cases": Schema(2, {"": {"cases": "fields of each case"}}),
     "doctor": Schema(
         1,
         {

@@ -162,7 +162,12 @@ def case_grid(keys: Iterable[tuple[str, str, str]]) -> CaseGrid:
 
 
 def reproduction(comparison: Comparison, report: Report) -> str:
-    """Return the command that runs a comparison's case again; empty if its name is not enough."""
+    """Return the command that runs a comparison's case again, or compares its trace; empty if the
+    name of the case is not enough.
+    """
+    path = report.files.get((comparison.case, comparison.dtype, comparison.backend))
+    if path is not None:
+        return shlex.join(["mha-parity", "compare", path])
     if not comparison.library or find_case(comparison.case) is None:
         return ""
     words = ["mha-parity", "run", "--backends", comparison.library]

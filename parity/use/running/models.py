@@ -179,7 +179,7 @@ def run_model(
             cases = cases_by_layer[layer.label]
             weights, spec = layer.load()
             specs.append((names[layer.label], spec))
-            received = _received(layer, all_layers, cases)
+            received = received_by(layer, all_layers, cases)
             report_of_layer = run_cases(
                 cases,
                 backends,
@@ -295,7 +295,7 @@ def _left_out(
         yield NotCompared(counted(number, "layer"), reason, is_open=False)
 
 
-def _received(
+def received_by(
     layer: FileLayer, layers: Sequence[FileLayer], cases: Sequence[Case]
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return the keys and values that a layer receives from another one, by case; none if it makes

@@ -53,6 +53,7 @@ class Report:
         missing: traces that another backend has and this one lacks, among those that were read.
         layers: names of the cases that are layers of a model, in its order.
         left_out: parts of a model or of all cases that no backend computed.
+        files: traces that were compared instead of a run, by case, dtype and backend.
         not_exercised: features of layers that sequences of this length cannot show.
         allow_skipped: something that was not compared does not make the status 2.
     """
@@ -66,6 +67,7 @@ class Report:
     missing: list[SkippedCase] = field(default_factory=list)
     layers: tuple[str, ...] = ()
     left_out: list[NotCompared] = field(default_factory=list)
+    files: dict[tuple[str, str, str], str] = field(default_factory=dict)
     not_exercised: list[NotExercised] = field(default_factory=list)
     allow_skipped: bool = False
 

@@ -496,7 +496,11 @@ def compare_traces(
         traces_by_case.setdefault(key, []).append(trace)
     judged = _judge_all(_with_references(traces_by_case.values()), on_judged)
     report = _report_of(judged, traces)
-    return replace(report, environment={trace.folder: trace.environment for trace in traces})
+    environments = {trace.folder: trace.environment for trace in traces}
+    files = {
+        (trace.problem.case.name, trace.problem.dtype, trace.title): trace.path for trace in traces
+    }
+    return replace(report, environment=environments, files=files)
 
 
 def _with_references(groups: Iterable[list[Trace]]) -> Iterator[tuple[Trace, Reference]]:

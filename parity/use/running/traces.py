@@ -65,7 +65,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     """
     tensors, metadata = load_tensors(path)
     if metadata.get("kind") != "trace":
-        hint = "`mha-parity verify` compares weights"
+        hint = "`mha-parity compare` of two files compares weights"
         rule = "be a trace, as `run --save-traces` writes it"
         raise InputError(path, rule, "another file of tensors", hint=hint)
     if metadata.get("format") != FORMAT or not metadata.keys() >= REQUIRED:
@@ -96,6 +96,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             skipped=printable(metadata.get("skipped", "")),
             error=printable(metadata.get("error", "")),
             folder=str(Path(path).parent),
+            path=str(path),
         )
         arithmetic = trace.arithmetic
         if case.is_plain:

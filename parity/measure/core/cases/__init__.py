@@ -92,6 +92,6 @@ def case_named(name: str) -> Case:
     case = find_case(name)
     if case is None:
         nearest = ", ".join(difflib.get_close_matches(name, CASES, n=3, cutoff=0.0))
-        hint = f"the nearest are {nearest}; `mha-parity cases` lists all"
+        hint = f"the nearest are {nearest}; `mha-parity run --list` lists all"
         raise InputError("case", "be one of parity.CASES or random-N", case=name, hint=hint)
     return case

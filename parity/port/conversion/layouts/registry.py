@@ -112,7 +112,7 @@ def find_layout(name: str, what: str = "layout") -> Layout:
     if name not in LAYOUTS:
         advice = [
             _nearest(str(name)),
-            "`mha-parity layouts` lists them, and a table describes another one:",
+            "`mha-parity inspect --layouts` lists them, and a table describes another one:",
             "--layout FILE.toml or parity.register_layout",
         ]
         hint = " ".join(filter(None, advice))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from helpers.refusals import refuses
+from helpers.refusals import Misuse, refuses
 from helpers.samples import sample
 
 import mha_torch
@@ -1049,9 +1049,12 @@ def test_false_declaration_exits_with_1(capsys):
             ["own_attention:attention", "--dtypes", "int8"],
             refuses("--dtypes", {"--dtypes": "int8"}),
         ),
-        (["own_attention:attention", "--only", "keras*"], refuses("--only", {"--only": "keras*"})),
+        (["own_attention:attention", "--only", "keras*"], Misuse("--only requires --libraries")),
         (["--libraries", "--only", "tensorflow*"], refuses("--only", {"--only": "tensorflow*"})),
-        (["--libraries", "--mask-true", "hides"], refuses("--libraries")),
+        (
+            ["--libraries", "--mask-true", "hides"],
+            Misuse("--libraries cannot be combined with --mask-true"),
+        ),
     ],
 )
 def test_bad_usage_prints_one_line(capsys, arguments, refusal):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers.refusals import refuses
+from helpers.refusals import Misuse, refuses
 
 import parity
 from mha_spec import AttentionSpec, InputError
@@ -278,7 +278,9 @@ def test_conformance_accepts_params(own, capsys):
 
 
 def test_diagnose_accepts_params(own, capsys):
-    """`diagnose` requires `--params` for a function of weights, and rejects it for two files."""
+    """`diagnose` passes `--params` to a function of weights, else those of the file, by names of the
+    canonical layout that this function does not know; it rejects `--params` for two files.
+    """
     q, k, v = np.load("weights.npy")
     weights = {
         "q_proj.weight": q.T,
@@ -294,10 +296,10 @@ def test_diagnose_accepts_params(own, capsys):
     )
     arguments = ["diagnose", "mine_functional:named", "--weights", "w.safetensors", "--no-causal"]
     assert main(arguments) == 2
-    assert refuses("--params", remedy={"--params": ...}).is_printed_in(capsys.readouterr().err)
+    assert refuses("the function", "KeyError: ").is_printed_in(capsys.readouterr().err)
     assert main([*arguments, "--params", "mine_functional:NAMED"]) == 0
     assert (
         main(["diagnose", "w.safetensors", "w.safetensors", "--params", "mine_functional:NAMED"])
         == 2
     )
-    assert refuses("--params", "w.safetensors w.safetensors").is_printed_in(capsys.readouterr().err)
+    assert Misuse("--params requires MODULE:FUNCTION").is_printed_in(capsys.readouterr().err)

@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.diagnoses import named_bugs
-from helpers.refusals import refuses
+from helpers.llama_folder import make_model
+from helpers.refusals import Misuse, refuses
 from helpers.samples import sample
 from helpers.selection import one_a_code
 
@@ -970,8 +971,8 @@ def test_two_weight_files_are_diagnosed(folder, capsys):
 
 
 def test_verify_names_the_bug(folder, capsys):
-    """verify exits with 1 and names the exchanged k and v."""
-    assert main(["verify", "layer.safetensors", "swapped.safetensors"]) == 1
+    """compare exits with 1 and names the exchanged k and v."""
+    assert main(["compare", "layer.safetensors", "swapped.safetensors"]) == 1
     assert "k_proj and v_proj are exchanged" in capsys.readouterr().out
 
 
@@ -1033,7 +1034,12 @@ def test_weight_files_have_no_page(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        (["a_port:right"], refuses("--weights")),
+        (
+            ["a_port:right"],
+            Misuse(
+                "a_port:right requires --model or --weights, with the weights of the right layer"
+            ),
+        ),
         (["a_port:none", "--weights", "layer.safetensors"], refuses("a_port:none", "'none'")),
         (
             ["no_such:right", "--weights", "layer.safetensors"],
@@ -1053,7 +1059,7 @@ def test_weight_files_have_no_page(folder, capsys):
         (["layer.safetensors"], refuses("INPUT", "layer.safetensors")),
         (
             ["layer.safetensors", "swapped.safetensors", "--no-causal"],
-            refuses("--causal", "swapped.safetensors"),
+            Misuse("--causal requires MODULE:FUNCTION"),
         ),
     ],
 )
@@ -1063,6 +1069,160 @@ def test_invalid_inputs_exit_with_2(folder, capsys, arguments, refusal):
     error = capsys.readouterr().err
     assert refusal.is_printed_in(error)
     assert error.count("\n") == 1
+
+
+OWN_LAYER = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def rotated(x, first):
+    angles = torch.outer(first + torch.arange(x.shape[2]), 1e4 ** -torch.arange(0, 1, 0.5))
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    half, other = x.chunk(2, -1)
+    return x * cos + torch.cat([-other, half], -1) * sin
+
+
+def attend(weights, x, cache, late=0):
+    q, k, v = (
+        (x @ weights[f"{name}_proj.weight"].T).unflatten(-1, (2, 4)).transpose(1, 2)
+        for name in "qkv"
+    )
+    first = 0 if cache is None else cache[0].shape[2] + late
+    q, k = rotated(q, first), rotated(k, first)
+    if cache is not None:
+        k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
+    num_keys = k.shape[2]
+    mask = torch.ones(x.shape[1], num_keys, dtype=torch.bool).tril(num_keys - x.shape[1])
+    context = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    out = "out_proj" if "out_proj.weight" in weights else "o_proj"
+    return context.transpose(1, 2).flatten(2) @ weights[f"{out}.weight"].T, (k, v)
+
+
+def layer(weights, x):
+    return attend(weights, x, None)[0]
+
+
+def of_kernels(weights, x):
+    parts = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
+    kernels = {}
+    for name, part in parts.items():
+        kernel = weights[f"{name}.kernel"]
+        rows = (8, 8) if name != "out" else (-1, 8)
+        kernels[f"{part}.weight"] = kernel.reshape(*rows).T
+    return layer(kernels, x)
+
+
+def transposed(weights, x):
+    return layer({name: weight.T for name, weight in weights.items()}, x)
+
+
+def factory(weights):
+    return lambda x: layer(weights, x)
+
+
+def decode(weights, x, cache=None):
+    return attend(weights, x, cache)
+
+
+def late(weights, x, past=None):
+    return attend(weights, x, past, late=1)
+
+
+def without_cache(weights, x, cache=None):
+    return attend(weights, x, cache)[0]
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self, weights):
+        super().__init__()
+        self.weights, self.kept = weights, None
+
+    def forward(self, x):
+        output, self.kept = attend(self.weights, x, self.kept)
+        return output
+
+
+def stateful(weights):
+    return Decoder(weights)
+"""
+
+
+@pytest.fixture
+def own_layer(tmp_path, monkeypatch):
+    """Return a working directory with a model folder, and a module of layers without weights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    make_model(tmp_path / "model")
+    (tmp_path / "an_own_layer.py").write_text(OWN_LAYER)
+    rng = np.random.default_rng(0)
+    np.save("x.npy", rng.standard_normal((7, 8)).astype(np.float32))
+    yield tmp_path
+    import sys
+
+    sys.modules.pop("an_own_layer", None)
+
+
+def test_own_layer_gets_weights_of_model(own_layer, capsys):
+    """`diagnose --model --layer` calls a function with the weights of that layer, under canonical
+    names, those of the file or of a layout, in one call or in chunks, and names its bug.
+    """
+    right = {
+        "layer": "",
+        "layer ": "--names model",
+        "of_kernels": "--names flax.nnx",
+        "factory": "--seq-len 30",
+        "layer  ": "--input x.npy",
+        "decode": "--chunks 6,1,2",
+        "decode ": "--chunks 5,2 --input x.npy",
+        "stateful": "--chunks 6,1,1",
+    }
+    for name, options in right.items():
+        words = f"diagnose an_own_layer:{name.strip()} --model model --layer 1 {options}".split()
+        assert main(words) == 0, words
+        printed = capsys.readouterr()
+        assert printed.out == "nothing differs by more than rounding\n", words
+        assert printed.err == "", words
+    wrong = {
+        "transposed": ("", "transposed-kernel"),
+        "late": ("--chunks 6,1,1 --seconds 1", "cache-position-off-by-one"),
+    }
+    for name, (options, bug) in wrong.items():
+        words = f"diagnose an_own_layer:{name} --model model --layer 1 {options}".split()
+        assert main([*words, "--json", "d.json"]) == 1, words
+        assert f"Likely bug: {bug}\n" in capsys.readouterr().out
+        (finding,) = json.loads((own_layer / "d.json").read_text())["findings"]
+        assert finding["bugs"] == [bug]
+
+
+def test_own_layer_options_are_checked(own_layer, capsys):
+    """Options that a layer of the user cannot have exit with 2 and one line that names them."""
+    refusals = {
+        "layer --model model": "missing option --layer: model has layers 0 to 1;",
+        "layer --model model --layer 2": "--layer",
+        "layer --model model --layer 0 --names flax.nxn": "--names",
+        "layer --model model --weights model/model.safetensors": "--weights cannot be combined",
+        "layer --model model --layer 0 --chunks 0,1": "--chunks",
+        "layer --model model --layer 0 --chunks 2,1 --input x.npy": "--chunks",
+        "layer --model model --layer 0 --chunks 2,1 --no-causal": "--chunks",
+        "layer --model model --layer 0 --chunks 2,1 --seq-len 3": "--seq-len",
+        "layer --model model --layer 0 --seq-len 0": "--seq-len",
+        "layer --model model --layer 0 --key-input x.npy": "--key-input",
+        "layer --model model --layer 0 --input x.txt": "x.txt",
+        "layer --model model --layer 0 --seconds 0": "--seconds",
+        "rotated --model model --layer 0 --names model": "--names",
+        "without_cache --model model --layer 0 --chunks 2,1": "the function",
+    }
+    for words, argument in refusals.items():
+        assert main(["diagnose", *f"an_own_layer:{words}".split()]) == 2, words
+        printed = capsys.readouterr()
+        assert printed.err.startswith(f"mha-parity: error: {argument}"), words
+        assert printed.err.count("\n") == 1, words
+        assert printed.out == "", words
+    for flag in ("--layer 0", "--names model", "--chunks 2,1", "--seq-len 3"):
+        words = f"diagnose model/model.safetensors model/model.safetensors {flag}".split()
+        assert main(words) == 2
+        assert flag.split()[0] in capsys.readouterr().err
 
 
 def test_observe_passes_shared_kv(folder):

@@ -699,11 +699,11 @@ def files(tmp_path):
     ["canonical", "qkv_proj", "flax.nnx", "torch.nn.MultiheadAttention", "transformers.GPT-NeoX"],
 )
 def test_commands_accept_reversed_heads(files, layout, capsys, tmp_path):
-    """verify and diagnose exit with 0 for reversed heads, whatever the layout of the file."""
+    """compare and diagnose exit with 0 for reversed heads, whatever the layout of the file."""
     weights = random_weights(PLAIN)
     other = reordered(weights, PLAIN, groups=[3, 2, 1, 0])
     paths = [files(weights, name="a"), files(other, layout)]
-    assert main(["verify", *paths, "--json", str(tmp_path / "r.json")]) == 0
+    assert main(["compare", *paths, "--json", str(tmp_path / "r.json")]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"{paths[0]} and {paths[1]} hold the same attention: q_proj.weight, " in out
     assert "differ, and it is the same function: heads are in the order 3 2 1 0" in out
@@ -719,12 +719,12 @@ def test_commands_accept_reversed_heads(files, layout, capsys, tmp_path):
 
 @pytest.mark.parametrize("by", [1e-6, 2e-6])
 def test_one_element_is_never_rounding(files, by, capsys, tmp_path):
-    """verify and diagnose report one element off by 1e-6 with its place, not as rounding."""
+    """compare and diagnose report one element off by 1e-6 with its place, not as rounding."""
     weights = random_weights(PLAIN)
     other = changed(weights, q_proj__weight=weights["q_proj.weight"].copy())
     other["q_proj.weight"][3, 5] += np.float32(by)
     paths = [files(weights, name="a"), files(other, "flax.nnx")]
-    for command in ("verify", "diagnose"):
+    for command in ("compare", "diagnose"):
         assert main([command, *paths, "--json", str(tmp_path / "r.json")]) == 1
         out = capsys.readouterr().out
         assert (
@@ -763,7 +763,7 @@ def test_float32_file_rounded_to_bfloat16(files, capsys):
 
 
 def test_differing_layer_of_three_is_shown(tmp_path, capsys):
-    """verify counts layers by agreement; verify and diagnose show the one that differs."""
+    """compare counts layers by agreement; verify and diagnose show the one that differs."""
     layers = [random_weights(PLAIN, seed) for seed in range(3)]
     others = [layers[0], reordered(layers[1], PLAIN, groups=[1, 0, 2, 3]), {**layers[2]}]
     others[2]["v_proj.weight"] = 3 * layers[2]["v_proj.weight"]
@@ -775,7 +775,7 @@ def test_differing_layer_of_three_is_shown(tmp_path, capsys):
         paths.append(str(tmp_path / f"{name}.safetensors"))
         save_tensors(paths[-1], tensors, {})
     arguments = [*paths, "--from", "canonical", "--prefix", "h.{i}", "--num-heads", "4"]
-    assert main(["verify", *arguments]) == 1
+    assert main(["compare", *arguments]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "h.2 and h.2 differ first at v" in out
     assert "v_proj.weight differs in 256 of 256 elements" in out
@@ -810,7 +810,7 @@ def test_bias_in_one_file_is_zeros_or_law(files, is_first, capsys):
     weights, bare = random_weights(PLAIN), replace(PLAIN, qkv_bias=(False, True, True))
     without = {name: x for name, x in weights.items() if name != "q_proj.bias"}
     paths = [files(weights, name="a"), files(without, spec=bare)]
-    for command in ("verify", "diagnose"):
+    for command in ("compare", "diagnose"):
         assert main([command, *(paths if is_first else paths[::-1])]) == 1
         out = capsys.readouterr().out
         assert "q_proj.bias differs in 16 of 16 elements" in out
@@ -824,7 +824,7 @@ def test_bias_in_one_file_is_zeros_or_law(files, is_first, capsys):
     pair = [(zeros, PLAIN), (without, bare)]
     found = compare_weights(*pair[not is_first], *pair[is_first])
     assert (found.kind, found.same) == ("values", True)
-    assert main(["verify", paths[1], files(zeros, name="zeros")]) == 0
+    assert main(["compare", paths[1], files(zeros, name="zeros")]) == 0
 
 
 def test_comparing_other_layers_raises():
@@ -846,5 +846,5 @@ def test_extreme_float64_has_no_warnings(value, other, tmp_path, capsys):
         weights = {name: array.astype(np.float64) for name, array in random_weights(PLAIN).items()}
         weights["q_proj.weight"][0, 0] = each
         parity.save(tmp_path / f"{name}.npz", weights, PLAIN)
-    assert main(["verify", str(tmp_path / "a.npz"), str(tmp_path / "b.npz")]) == 1
+    assert main(["compare", str(tmp_path / "a.npz"), str(tmp_path / "b.npz")]) == 1
     assert "Warning" not in capsys.readouterr().err

@@ -215,11 +215,11 @@ def test_misread_packing_is_one_bug(layout, name):
 
 
 def test_packing_is_explained_only_once(tmp_path, capsys):
-    """`verify` and `diagnose` print the packing of the file once and suggest Falcon's layout."""
+    """`compare` and `diagnose` print the packing of the file once and suggest Falcon's layout."""
     weights = random_weights(GROUPED)
     save_weights(tmp_path / "a.safetensors", weights, GROUPED)
     save_weights(tmp_path / "b.safetensors", by_group(weights, "vkq"), GROUPED)
-    for command in ("verify", "diagnose"):
+    for command in ("compare", "diagnose"):
         assert (
             main([command, str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 1
         )

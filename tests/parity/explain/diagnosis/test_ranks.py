@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.ranks import SPEC, computed, cut, of_heads, of_tokens, problem_of
-from helpers.refusals import refuses
+from helpers.refusals import Misuse, refuses
 
 import parity
 from parity.measure.core.weights import save_tensors, save_weights
@@ -88,9 +88,19 @@ def test_ranks_of_a_case_need_no_weights(write, capsys):
         ("tensor=4", [0, 2, 1, 3], [], refuses("files", "rank2")),
         ("heads=4", [0], [], refuses("--mesh", {"--mesh": "heads=4"})),
         ("tensor=1", [0], [], refuses("--mesh", {"--mesh": "tensor=1"})),
-        ("tensor=4", [0, 1, 2, 3], ["--framework", "jax"], refuses("--framework", "rank0")),
-        ("tensor=4", [0, 1, 2, 3], ["--case", "gqa"], refuses("--case")),
-        (None, [0], ["--case", "gqa"], refuses("--case")),
+        (
+            "tensor=4",
+            [0, 1, 2, 3],
+            ["--framework", "jax"],
+            Misuse("--framework requires MODULE:FUNCTION"),
+        ),
+        (
+            "tensor=4",
+            [0, 1, 2, 3],
+            ["--case", "gqa"],
+            Misuse("--case cannot be combined with --weights"),
+        ),
+        (None, [0], ["--case", "gqa"], Misuse("--case requires --mesh")),
     ],
 )
 def test_bad_mesh_arguments_exit_with_2(ranks, which, more, refusal, write, layer, capsys):
@@ -129,9 +139,9 @@ def test_bad_rank_files_exit_with_2(write, layer, capsys):
         query=query,
     )
     of_case = ["diagnose", "--mesh", "tensor=2"]
-    check(refuses("--weights or --case", "--mesh"), ranks, of_case)
+    check(Misuse("--mesh requires --weights or --case"), ranks, of_case)
     check(refuses("--case", {"--case": "none"}), ranks, [*of_case, "--case", "none"])
-    check(refuses("--causal"), ranks, [*of_case, "--case", "gqa", "--no-causal"])
+    check(Misuse("--causal requires --weights"), ranks, [*of_case, "--case", "gqa", "--no-causal"])
     check(refuses("problem", "decode"), ranks, [*of_case, "--case", "decode"])
 
 

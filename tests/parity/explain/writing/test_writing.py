@@ -683,7 +683,7 @@ def test_command_writes_passing_tests(llama, tmp_path, framework, cache):
     """The command writes a layer with tests by reference and by trace,
     which pass; the latter need no `parity`.
     """
-    options = ["--layers", 3, "--to", framework, *(["--cache", cache] if cache else [])]
+    options = ["--layer", 3, "--to", framework, *(["--cache", cache] if cache else [])]
     for kind in ("reference", "trace"):
         assert (
             run_command(llama, *options, "--output", tmp_path / f"by_{kind}.py", "--test", kind)
@@ -731,7 +731,7 @@ def test_written_layer_matches_model(llama, tmp_path):
     from transformers import LlamaForCausalLM
 
     path = tmp_path / "written_llama.py"
-    run_command(llama, "--layers", 2, "--to", "torch", "--output", path)
+    run_command(llama, "--layer", 2, "--to", "torch", "--output", path)
     sys.path.insert(0, str(tmp_path))
     try:
         module = importlib.import_module("written_llama")
@@ -751,7 +751,7 @@ def test_written_layer_matches_model(llama, tmp_path):
 
 def test_standard_output_has_the_source(llama, capsys):
     """Without `--output`, the source is printed, with the names of the selected layer's tensors."""
-    assert run_command(llama, "--layers", 1, "--to", "jax") == 0
+    assert run_command(llama, "--layer", 1, "--to", "jax") == 0
     source = capsys.readouterr().out
     assert "def attention(params: Params, x: Array) -> Array:" in source
     assert 'tensors["model.layers.1.self_attn.q_proj.weight"].T' in source
@@ -760,8 +760,8 @@ def test_standard_output_has_the_source(llama, capsys):
 @pytest.mark.parametrize(
     ("options", "begin"),
     [
-        (["--to", "torch", "--layers", "7"], "--layers"),
-        (["--to", "torch", "--layers", "1,2"], "--layers"),
+        (["--to", "torch", "--layer", "7"], "--layer"),
+        (["--to", "torch", "--layer", "1,2"], "--layer"),
         (["--to", "torch", "--test", "trace"], "--test"),
         (["--to", "torch", "--output", "attention.txt"], "--output"),
         (["--to", "torch", "--output", "torch.py"], "--output"),

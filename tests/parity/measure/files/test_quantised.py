@@ -271,7 +271,7 @@ def test_convert_warns_of_dequantization(model, capsys, rest, count):
         assert {info.dtype for info in file.infos.values()} == {np.dtype(np.float32)}
         assert ("output.weight" in file.infos) == (rest == "keep")
     ours = [model.path, str(target), "--from", "gguf.LLaMA", "--from", "transformers.LLaMA"]
-    assert main(["verify", *ours, "--prefix", PREFIX, "--prefix", TO_PREFIX]) == 0
+    assert main(["compare", *ours, "--prefix", PREFIX, "--prefix", TO_PREFIX]) == 0
     assert "2 the same, bit for bit" in capsys.readouterr().out
 
 
@@ -290,13 +290,13 @@ def test_convert_to_gguf_exits_with_2(model, capsys):
     indirect=["model"],
 )
 def test_verify_reports_quantized_weights(model, is_first, capsys):
-    """`verify` of a quantized model and its origin fails at q and warns of quantization."""
+    """`compare` of a quantized model and its origin fails at q and warns of quantization."""
     files = [(model.path, "gguf.LLaMA", PREFIX), (model.origin, "transformers.LLaMA", TO_PREFIX)]
     (one, one_layout, one_prefix), (other, other_layout, other_prefix) = (
         files if is_first else files[::-1]
     )
     arguments = [
-        "verify",
+        "compare",
         one,
         other,
         "--from",

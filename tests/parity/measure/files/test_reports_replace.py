@@ -77,11 +77,11 @@ def refuses_report(command: list[str], flag: str, capsys: pytest.CaptureFixture[
         ("run --model model --backends torch", "--html"),
         ("run --model model --backends torch", "--junit"),
         ("spec model", "--json"),
-        ("verify model model", "--json"),
+        ("compare model model", "--json"),
         ("write model --to torch", "--json"),
         ("convert model q.npz --to mha_torch --rest drop", "--json"),
         ("diagnose model model", "--html"),
-        ("layouts", "--json"),
+        ("inspect --layouts", "--json"),
     ],
 )
 def test_report_cannot_replace_model_files(model, capsys, command, flag, name):

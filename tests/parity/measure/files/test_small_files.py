@@ -19,12 +19,12 @@ from parity.use.cli.main import main
 
 COMMANDS = (
     "inspect FOLDER",
-    "verify FOLDER FOLDER",
+    "compare FOLDER FOLDER",
     "diagnose FOLDER FOLDER",
     "convert FOLDER {out}/weights.npz --to mha_torch",
     "convert FOLDER {out} --to mha_torch",
-    "write FOLDER --to torch --layers 0",
-    "write FOLDER --to torch --layers 0 --output {out}/attention.py",
+    "write FOLDER --to torch --layer 0",
+    "write FOLDER --to torch --layer 0 --output {out}/attention.py",
     "spec FOLDER",
     "run --model FOLDER --backends torch --quiet",
 )
@@ -83,9 +83,7 @@ def test_output_into_the_current_folder(model, tmp_path, monkeypatch):
         assert (folder / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "words", ["write . --to torch --layers 0 --output .", "inspect . --json ."]
-)
+@pytest.mark.parametrize("words", ["write . --to torch --layer 0 --output .", "inspect . --json ."])
 def test_folder_as_output_file_raises(model, monkeypatch, capsys, words):
     """A folder as the output file of `write` or of a report exits with 2."""
     monkeypatch.chdir(model / "here" / "model")
@@ -176,7 +174,7 @@ def test_unusable_config_raises_one_line(tmp_path, capsys, kind):
     for words in (
         ("spec", folder),
         ("inspect", folder),
-        ("verify", folder, folder),
+        ("compare", folder, folder),
         ("convert", folder, tmp_path / "out.npz", "--to", "mha_torch"),
         ("write", folder, "--to", "torch"),
         ("run", "--model", folder, "--backends", "torch"),

@@ -71,7 +71,7 @@ def test_verify_reads_both_files_once(model, tmp_path):
     """Verify opens both checkpoints once, and no configuration of a file with own metadata."""
     target = tmp_path / "converted.safetensors"
     convert_file(model, target, target="mha_jax")
-    opened = opened_by(main, ["verify", str(model), str(target)])
+    opened = opened_by(main, ["compare", str(model), str(target)])
     assert opened[str(model / "model.safetensors")] == 1
     assert opened[str(model / "config.json")] == 1
     assert opened[str(target)] == 1

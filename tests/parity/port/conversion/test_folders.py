@@ -19,7 +19,7 @@ from helpers.command_line import error_line
 from helpers.configurations import older
 from helpers.families import MODELS
 from helpers.frameworks import SIBLINGS
-from helpers.refusals import refuses, refuses_type
+from helpers.refusals import Misuse, refuses, refuses_type
 from helpers.released import check_near
 from helpers.released_models import AXES, SMALL, run_released
 from helpers.samples import sample
@@ -436,14 +436,15 @@ def test_run_selects_layers_of_a_model(gemma, capsys, tmp_path):
     assert refuses("--layers", {"--layers": [9]}).is_printed_in(out)
     assert str([0, 1, 2, 3, 4, 5]) in out
     assert "--layers" in error_line(capsys, "run", "--model", gemma, "--layers", "3-1")
-    assert refuses("--layers").is_printed_in(said(capsys, "run", "--layers", "1", status=2))
-    assert refuses("--model").is_printed_in(
+    out = said(capsys, "run", "--layers", "1", status=2)
+    assert Misuse("--layers requires --model").is_printed_in(out)
+    assert Misuse("--model cannot be combined with --cases").is_printed_in(
         said(capsys, "run", "--model", gemma, "--cases", "all", status=2)
     )
 
 
 def test_wrong_layer_of_a_model_is_found(gemma, capsys, tmp_path):
-    """`verify` and `diagnose` name layer 4 of six, whose query heads are in another order."""
+    """`compare` and `diagnose` name layer 4 of six, whose query heads are in another order."""
     tensors = load_file(gemma / "model.safetensors")
     name = "layers.4.self_attn.q_proj.weight"
     tensors[name] = np.ascontiguousarray(
@@ -452,7 +453,7 @@ def test_wrong_layer_of_a_model_is_found(gemma, capsys, tmp_path):
     (tmp_path / "b").mkdir()
     save_file(tensors, tmp_path / "b" / "model.safetensors")
     (tmp_path / "b" / "config.json").write_text((gemma / "config.json").read_text())
-    out = said(capsys, "verify", gemma, tmp_path / "b", status=1)
+    out = said(capsys, "compare", gemma, tmp_path / "b", status=1)
     assert "layers.4.self_attn and layers.4.self_attn differ first at q" in out
     assert "do NOT hold the same attention in all 6 layers: 5 the same, bit for bit" in " ".join(
         out.split()
@@ -469,7 +470,7 @@ def test_rope_loss_raises_or_is_dropped(gemma, llama, capsys, tmp_path):
     assert refuses("…", rope=Rope(theta=10000.0), remedy={"--drop": "rope"}).is_printed_in(out)
     assert not target.exists()
     said(capsys, "convert", llama, target, "--to", "flax.nnx", "--drop", "rope")
-    out = said(capsys, "verify", llama, target, status=2)
+    out = said(capsys, "compare", llama, target, status=2)
     assert "hold the same weights in all 2 layers: 2 the same, bit for bit" in out
     assert f"not compared: rope (left out when {target} was written)" in out
     out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "meta.LLaMA", status=2)
@@ -572,7 +573,7 @@ def test_norms_raise_or_are_dropped(capsys, tmp_path):
                 other.load()[0], {name: x for name, x in weights.items() if "norm" not in name}
             )
     assert not any("norm" in name for name in load_file(target) if "self_attn" in name)
-    out = said(capsys, "verify", tmp_path / "model", target, status=2)
+    out = said(capsys, "compare", tmp_path / "model", target, status=2)
     assert refuses("the layers", "qk_norm=Norm(").is_printed_in(out)
     saved("deepseek_v3", tmp_path / "latents")
     out = said(
@@ -601,7 +602,7 @@ def test_latent_factors_are_rejected(capsys, tmp_path):
         "params.decoder.moe_layers_{i}.self_attention",
     )
     said(capsys, "convert", tmp_path / "deepseek_v3", tmp_path / "m.npz", *to)
-    out = said(capsys, "verify", tmp_path / "deepseek_v3", tmp_path / "m.npz")
+    out = said(capsys, "compare", tmp_path / "deepseek_v3", tmp_path / "m.npz")
     assert "in all 2 layers: 2 the same, bit for bit" in " ".join(out.split())
     out = said(capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", *to, status=2)
     assert refuses("…", {"latent.factors": ...}).is_printed_in(out)
@@ -618,7 +619,7 @@ def test_latent_factors_are_rejected(capsys, tmp_path):
 
 
 def test_rope_scaling_is_not_lost_silently(llama, capsys, tmp_path):
-    """RoPE scaling exits with 2 unless `--drop rope.scaling`, which `verify` then reports."""
+    """RoPE scaling exits with 2 unless `--drop rope.scaling`, which `compare` then reports."""
     folder = tmp_path / "scaled"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
@@ -633,7 +634,7 @@ def test_rope_scaling_is_not_lost_silently(llama, capsys, tmp_path):
     with open_layers(target) as layers:
         assert layers[0].spec.rope == replace(specs_of(folder)[0].spec.rope, scaling=None)
         assert layers[0].dropped == ("rope.scaling",)
-    out = said(capsys, "verify", folder, target, status=2)
+    out = said(capsys, "compare", folder, target, status=2)
     assert "bit for bit" in out
     assert f"not compared: rope.scaling (left out when {target} was written)" in out
 
@@ -708,11 +709,11 @@ def test_inspect_lists_equal_layers_once(tmp_path, capsys):
 
 
 def test_shards_are_found_by_target_name(llama, capsys, tmp_path):
-    """`verify` finds shards by the name passed to `convert`, which wrote an index instead."""
+    """`compare` finds shards by the name passed to `convert`, which wrote an index instead."""
     target = tmp_path / "s.safetensors"
     out = said(capsys, "convert", llama, target, "--to", "mha_jax", "--max-shard-gib", "0.00001")
     assert f"wrote {target}.index.json" in out
-    assert "bit for bit" in said(capsys, "verify", llama, target)
+    assert "bit for bit" in said(capsys, "compare", llama, target)
 
 
 def test_inspect_explains_misfit_layers(llama, capsys, tmp_path):
@@ -777,10 +778,10 @@ def test_output_folder_is_not_created(llama, capsys, tmp_path):
 
 
 def test_existing_folder_receives_weights(llama, capsys, tmp_path):
-    """`convert` to an existing folder writes weights that `verify` finds equal, bit for bit."""
+    """`convert` to an existing folder writes weights that `compare` finds equal, bit for bit."""
     (tmp_path / "there").mkdir()
     said(capsys, "convert", llama, tmp_path / "there", "--to", "canonical")
-    assert "bit for bit" in said(capsys, "verify", llama, tmp_path / "there")
+    assert "bit for bit" in said(capsys, "compare", llama, tmp_path / "there")
 
 
 def test_one_from_applies_to_unlabeled_file(llama, capsys, tmp_path):
@@ -789,12 +790,12 @@ def test_one_from_applies_to_unlabeled_file(llama, capsys, tmp_path):
     bare = tmp_path / "bare.safetensors"
     bare.write_bytes((llama / "model.safetensors").read_bytes())
     told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", "4")
-    out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, status=2)
+    out = said(capsys, "compare", bare, tmp_path / "j.safetensors", *told, status=2)
     assert (
         "rope=None and Rope(theta=10000.0); --rope-theta 10000, or rope=Rope(10000), sets it for "
         "the other" in out
     )
-    out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, "--rope-theta", "1e4")
+    out = said(capsys, "compare", bare, tmp_path / "j.safetensors", *told, "--rope-theta", "1e4")
     assert "bit for bit" in out
 
 
@@ -809,7 +810,7 @@ def test_one_from_applies_to_unlabeled_file(llama, capsys, tmp_path):
 )
 def test_unknown_layout_suggests_nearest(name, nearest, capsys):
     """The error for an unknown layout suggests the nearest one."""
-    out = said(capsys, "layouts", name, status=2)
+    out = said(capsys, "inspect", name, status=2)
     assert refuses("layout", layout=name, hint=nearest).is_printed_in(out)
 
 
@@ -840,7 +841,7 @@ def test_other_layer_types_are_not_converted(capsys, tmp_path):
         capsys, "convert", tmp_path / "model", tmp_path / "c.safetensors", "--to", "canonical"
     )
     assert out.startswith("converted 1 attention layer ")
-    assert "bit for bit" in said(capsys, "verify", tmp_path / "model", tmp_path / "c.safetensors")
+    assert "bit for bit" in said(capsys, "compare", tmp_path / "model", tmp_path / "c.safetensors")
 
 
 TEXT_PART = {**SMALL, "num_key_value_heads": 2, "rope_parameters": SECTIONS}
@@ -921,10 +922,10 @@ def test_extra_layers_are_not_converted(llama, capsys, tmp_path):
         ]
     out = said(capsys, "convert", folder, tmp_path / "c.safetensors", "--to", "canonical")
     assert out.startswith("converted 2 attention layers ")
-    out = said(capsys, "verify", folder, tmp_path / "c.safetensors", status=2)
+    out = said(capsys, "compare", folder, tmp_path / "c.safetensors", status=2)
     assert "not compared: layers.{i}.self_attn" in out
     layers = ("--prefix", "layers.{i}.self_attn")
-    assert "bit for bit" in said(capsys, "verify", folder, tmp_path / "c.safetensors", *layers)
+    assert "bit for bit" in said(capsys, "compare", folder, tmp_path / "c.safetensors", *layers)
     out = said(capsys, "run", "--model", folder, "--backends", "torch", "--quiet", status=2)
     assert "NOT compared: layers.{i}.self_attn (not read, because the config.json" in out
     said(capsys, "run", "--model", folder, "--backends", "torch", "--quiet", "--layers", "0,1")
@@ -952,7 +953,7 @@ def test_layers_missing_in_file_are_named(llama, capsys, tmp_path):
     assert words in said(
         capsys, "run", "--backends", "torch", "--model", tmp_path / "part", status=2
     )
-    for command in ("verify", "diagnose"):  # they require the same number of layers
+    for command in ("compare", "diagnose"):  # they require the same number of layers
         out = said(capsys, command, llama, tmp_path / "part", status=2)
         assert f"not compared: layers.1.self_attn (not in {tmp_path / 'part'}" in out
     assert (

@@ -226,7 +226,7 @@ def test_partial_stack_raises(tmp_path):
 
 
 def test_layers_pair_in_any_file_order(tmp_path, capsys):
-    """`verify` pairs all six layers of BART, although one file has the encoder first."""
+    """`compare` pairs all six layers of BART, although one file has the encoder first."""
     options = {
         f"{part}_{what}": n
         for part in ("encoder", "decoder")
@@ -242,7 +242,7 @@ def test_layers_pair_in_any_file_order(tmp_path, capsys):
     (tmp_path / "b").mkdir()
     torch.save(model.state_dict(), tmp_path / "b" / "pytorch_model.bin")  # the encoder first
     (tmp_path / "b" / "config.json").write_bytes((tmp_path / "a" / "config.json").read_bytes())
-    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "in all 6 layers: 6 the same, bit for bit" in " ".join(capsys.readouterr().out.split())
 
 
@@ -341,14 +341,14 @@ def canonical(tmp_path):
 
 @pytest.mark.parametrize("name", ["nonsense", "d_model"])
 def test_invalid_dropped_names_raise(canonical, name, tmp_path, capsys):
-    """Metadata that list a name as dropped that cannot be dropped make `verify` exit with 2."""
+    """Metadata that list a name as dropped that cannot be dropped make `compare` exit with 2."""
     rewritten(canonical, lambda metadata: {"dropped": json.dumps([name])})
-    assert main(["verify", str(tmp_path / "model"), str(canonical)]) == 2
+    assert main(["compare", str(tmp_path / "model"), str(canonical)]) == 2
     assert refuses("…/c.safetensors", name).is_printed_in(capsys.readouterr().err)
 
 
 def test_dropped_scaling_hides_no_rope_base(canonical, tmp_path, capsys):
-    """`verify` reports different RoPE bases, although the scaling was dropped."""
+    """`compare` reports different RoPE bases, although the scaling was dropped."""
 
     def other(metadata):
         spec = json.loads(metadata["spec"])
@@ -356,7 +356,7 @@ def test_dropped_scaling_hides_no_rope_base(canonical, tmp_path, capsys):
         return {"spec": json.dumps(spec), "dropped": '["rope.scaling"]'}
 
     rewritten(canonical, other)
-    assert main(["verify", str(tmp_path / "model"), str(canonical)]) == 2
+    assert main(["compare", str(tmp_path / "model"), str(canonical)]) == 2
     differ = "rope=Rope(theta=10000.0) and Rope(theta=500.0)"
     assert refuses("the layers", differ).is_printed_in(capsys.readouterr().err)
 

@@ -122,9 +122,9 @@ def test_ambiguous_packing_is_reported(checkpoint, tmp_path, capsys):
     assert all(found.values())
     for command in (
         ["convert", str(checkpoint), str(tmp_path / "x.npz"), "--to", "canonical"],
-        ["verify"],
+        ["compare"],
     ):
-        words = command if len(command) > 1 else ["verify", str(checkpoint), str(checkpoint)]
+        words = command if len(command) > 1 else ["compare", str(checkpoint), str(checkpoint)]
         assert main([*words, "--num-heads", "4"]) == 2
         err = capsys.readouterr().err
         assert all(f"--from {name} with --prefix '{PREFIX}'" in err for name in found)

@@ -385,7 +385,7 @@ def test_sharded_round_trip_is_exact(tmp_path, layout, spec, ranks, dtype):
     read_weights, read_spec = parity.load(tmp_path / "back.safetensors")
     assert read_spec == spec
     assert_bits_equal(read_weights, weights)
-    assert main(["verify", str(tmp_path / "whole.safetensors"), str(tmp_path / "ranks")]) == 0
+    assert main(["compare", str(tmp_path / "whole.safetensors"), str(tmp_path / "ranks")]) == 0
 
 
 def test_other_tensors_survive_resharding(meta, tmp_path):

@@ -128,15 +128,15 @@ def test_invalid_sharing_metadata_raises(shared, tmp_path):
 
 
 def verified(one, other, tmp_path, capsys):
-    """Run `verify`; return its status, its warnings and the tensors that only one file has."""
-    status = main(["verify", str(one), str(other), "--json", str(tmp_path / "result.json")])
+    """Run `compare`; return its status, its warnings and the tensors that only one file has."""
+    status = main(["compare", str(one), str(other), "--json", str(tmp_path / "result.json")])
     lines = capsys.readouterr().err.splitlines()
     warnings = "\n".join(line for line in lines if line.startswith("mha-parity"))
     return status, warnings, json.loads((tmp_path / "result.json").read_text())["only_in_one"]
 
 
 def test_verify_names_missing_tensors(tmp_path, capsys):
-    """`verify` exits with 0 and names a tensor that only one file has, and the one it copies."""
+    """`compare` exits with 0 and names a tensor that only one file has, and the one it copies."""
     saved("t5", tmp_path / "model")
     original = load_file(tmp_path / "model" / "model.safetensors")
     convert_file(tmp_path / "model", tmp_path / "jax.safetensors", target="mha_jax")
@@ -183,7 +183,7 @@ def test_ambiguous_layer_suggests_prefixes(tmp_path, capsys):
     """T5 has three layers numbered 0: the error suggests a prefix, which is then accepted."""
     saved("t5", tmp_path / "model")
     command = ["write", str(tmp_path / "model"), "--to", "torch"]
-    assert main([*command, "--layers", "0"]) == 2
+    assert main([*command, "--layer", "0"]) == 2
     prefix = "decoder.block.0.layer.1.EncDecAttention"
-    assert refuses("--layers", remedy={"--prefix": prefix}).is_printed_in(capsys.readouterr().err)
+    assert refuses("--layer", remedy={"--prefix": prefix}).is_printed_in(capsys.readouterr().err)
     assert main([*command, "--prefix", prefix]) == 0

@@ -77,12 +77,12 @@ def model(tmp_path):
 
 
 def compared(capsys, *arguments):
-    """Return the exit status of `verify`, its last line, and the entries of its JSON that are not
+    """Return the exit status of `compare`, its last line, and the entries of its JSON that are not
     compared.
     """
     capsys.readouterr()
     report = Path(arguments[0]).parent / "report.json"
-    status = main(["verify", *map(str, arguments), "--json", str(report)])
+    status = main(["compare", *map(str, arguments), "--json", str(report)])
     return (
         status,
         capsys.readouterr().out.strip().splitlines()[-1],
@@ -92,7 +92,7 @@ def compared(capsys, *arguments):
 
 def test_unread_keys_are_open_differences(model, capsys):
     """Unread keys of one of two files are listed as open for
-    all 3 layers, and `verify` exits with 2.
+    all 3 layers, and `compare` exits with 2.
     """
     status, line, left_out = compared(capsys, model("a"), model("b", **FOO), *FLAGS)
     assert status == 2
@@ -106,7 +106,7 @@ def test_unread_keys_are_open_differences(model, capsys):
 
 def test_equal_unread_keys_are_named(model, capsys):
     """Unread keys that are equal in both files are named, but not
-    open, and `verify` exits with 0.
+    open, and `compare` exits with 0.
     """
     status, line, left_out = compared(capsys, model("a", **FOO), model("b", **FOO), *FLAGS)
     assert status == 0
@@ -116,7 +116,7 @@ def test_equal_unread_keys_are_named(model, capsys):
 
 def test_converted_file_keeps_unread_keys(model, tmp_path, capsys):
     """Conversion names unread keys and records them in the file, whose spec does not deny them;
-    later `load` warns, and `verify` still tells the files apart from ones without such keys.
+    later `load` warns, and `compare` still tells the files apart from ones without such keys.
     """
     source, target = model("a", **FOO), tmp_path / "b.safetensors"
     report = tmp_path / "c.json"
@@ -159,7 +159,7 @@ def test_weights_with_unread_keys_raise(tmp_path):
 
 
 def test_unread_keys_must_be_dropped(model, tmp_path, capsys):
-    """A target without room for unread keys needs `--drop` with their names; `verify` lists dropped
+    """A target without room for unread keys needs `--drop` with their names; `compare` lists dropped
     ones as not compared, also after a second conversion; an unknown name raises an error.
     """
     source, target = model("a", **FOO), tmp_path / "b.npz"
@@ -206,7 +206,7 @@ def test_unread_key_leaves_others_in_effect(model, tmp_path, capsys):
     with pytest.warns(parity.IgnoredSettingsWarning, match="attention_bias=False"):
         assert parity.load(target, prefix=PREFIX.format(i=0))[1].window_size == 4
     assert compared(capsys, source, target, *FLAGS, "--num-heads", "4")[0] == 0
-    assert main(["verify", model("a"), source, *FLAGS, "--num-heads", "4"]) == 2
+    assert main(["compare", model("a"), source, *FLAGS, "--num-heads", "4"]) == 2
 
 
 def test_wrong_head_count_leaves_keys_unread(model):
@@ -222,7 +222,7 @@ def test_wrong_head_count_leaves_keys_unread(model):
 
 
 def test_dropped_field_is_not_compared(model, tmp_path, capsys):
-    """A dropped RoPE is open, and `verify` and `diagnose`
+    """A dropped RoPE is open, and `compare` and `diagnose`
     exit with 2, until `--rope-theta` sets it.
     """
     source, target = model("a"), tmp_path / "b.npz"
@@ -238,7 +238,7 @@ def test_dropped_field_is_not_compared(model, tmp_path, capsys):
 
 @pytest.mark.parametrize("flags", [[], FLAGS])
 def test_missing_layers_are_not_compared(flags, model, capsys):
-    """A layer that one or both files lack is listed, and `verify` exits
+    """A layer that one or both files lack is listed, and `compare` exits
     with 2; a prefix of another layer succeeds.
     """
     whole, cut, other = model("a"), model("b", 1), model("c", 1)
@@ -248,7 +248,7 @@ def test_missing_layers_are_not_compared(flags, model, capsys):
         assert status == 2
         assert f"layers.{layer}.self_attn" in line
         assert {each["what"] for each in left_out} == {f"layers.{layer}.self_attn"}
-    assert main(["verify", cut, other, "--prefix", PREFIX.format(i=0)]) == 0
+    assert main(["compare", cut, other, "--prefix", PREFIX.format(i=0)]) == 0
 
 
 def test_layer_only_in_metadata_is_missing(model, tmp_path, capsys):

@@ -248,7 +248,7 @@ def test_folder_without_rules_is_converted(unruled, tmp_path, monkeypatch, capsy
     assert "left out" in said
     monkeypatch.undo()
     assert main(["convert", str(unruled), str(ruled), "--to", "mha_torch"]) == 0
-    assert main(["verify", str(observed), str(ruled)]) == 0
+    assert main(["compare", str(observed), str(ruled)]) == 0
     weights, _ = parity.load(observed, prefix="layers.0.self_attn")
     assert weights["q_proj.weight"].dtype.name == "bfloat16"
 

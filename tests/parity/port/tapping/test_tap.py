@@ -20,7 +20,7 @@ import transformers
 from flax import linen, nnx
 from helpers import ROOT
 from helpers.injections import BUGS, inject
-from helpers.refusals import refuses, refuses_type
+from helpers.refusals import Misuse, refuses, refuses_type
 from helpers.samples import sample
 from helpers.selection import first_families, stack_signature
 from rich.console import Console
@@ -1609,9 +1609,9 @@ def test_invalid_recording_commands_fail(recordings, tmp_path, capsys):
         (refuses("--model"), ["compare", right]),
         (refuses("recordings", f"{right} {layer}"), ["diagnose", right, layer]),
         (refuses("recordings", f"{right} {right}"), ["compare", right, right]),
-        (refuses("--html", "recordings"), ["compare", right, wrong, "--html", page]),
-        (refuses("--model", str(tmp_path)), ["compare", str(tmp_path), "--model", model]),
-        (refuses("--causal", right), ["diagnose", right, "--no-causal"]),
+        (Misuse("--html requires --model"), ["compare", right, wrong, "--html", page]),
+        (Misuse("--model requires recordings"), ["compare", str(tmp_path), "--model", model]),
+        (Misuse("--causal cannot be combined with recordings"), ["diagnose", right, "--no-causal"]),
     ):
         assert main(arguments) == 2
         assert refusal.is_printed_in(capsys.readouterr().err)

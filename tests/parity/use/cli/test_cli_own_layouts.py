@@ -5,7 +5,6 @@ import shlex
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses
 
 from parity.measure.core.weights import load_tensors, save_tensors
 from parity.port.conversion.layouts import LAYOUTS
@@ -68,9 +67,9 @@ def test_convert_takes_tables(folder, there, back, capsys):
 
 
 def test_verify_takes_a_table(folder, capsys):
-    """`verify` checks a conversion by the table; another order of the heads is not the same."""
+    """`compare` checks a conversion by the table; another order of the heads is not the same."""
     assert run(f"convert nebula.safetensors jax.npz --to mha_jax --from nebula.toml {HEADS}") == 0
-    verify = f"verify nebula.safetensors jax.npz {HEADS}"
+    verify = f"compare nebula.safetensors jax.npz {HEADS}"
     assert run(f"{verify} --from nebula.toml") == 0
     assert "hold the same attention in all 2 layers" in capsys.readouterr().out
     (folder / "other.toml").write_text(TABLE.replace("vkq", "kvq").replace("nebula", "other"))
@@ -98,10 +97,10 @@ def test_inspect_proposes_a_table(folder, capsys):
 
 
 def test_layouts_shows_a_table(folder, capsys):
-    """`layouts` lists a registered table, and describes one by its file."""
-    assert run("layouts --layout nebula.toml") == 0
+    """`inspect --layouts` lists a registered table, and `inspect` describes one by its file."""
+    assert run("inspect --layouts --layout nebula.toml") == 0
     assert "v, k and q of each group" in capsys.readouterr().out
-    assert run("layouts nebula.toml") == 0
+    assert run("inspect nebula.toml") == 0
     out = capsys.readouterr().out
     assert "each group's value, then its key, then its queries" in out
     assert "prefix: blk.{i}" in out
@@ -114,8 +113,8 @@ def test_layouts_shows_a_table(folder, capsys):
         "convert nebula.safetensors out.npz --to bad.toml --from nebula.toml",
         "convert missing.npz out.npz --to mha_jax --layout bad.toml",
         "inspect missing.npz --layout bad.toml",
-        "verify missing.npz missing.npz --from bad.toml",
-        "layouts bad.toml",
+        "compare missing.npz missing.npz --from bad.toml",
+        "inspect bad.toml",
     ],
 )
 def test_bad_table_stops_before_work(folder, command, capsys):
@@ -136,7 +135,7 @@ def test_bad_table_stops_before_work(folder, command, capsys):
     [
         "convert nebula.safetensors out.npz --from nebula.toml --to second.toml",
         "inspect nebula.safetensors --layout nebula.toml --layout second.toml",
-        "verify nebula.safetensors nebula.safetensors --from nebula.toml --from second.toml",
+        "compare nebula.safetensors nebula.safetensors --from nebula.toml --from second.toml",
     ],
 )
 def test_two_tables_of_one_name(folder, command, capsys):
@@ -186,14 +185,14 @@ def test_ignored_tensor_needs_rest_drop(folder, capsys):
 
 def test_missing_table_is_named(folder, capsys):
     """The path of a missing table is in the error."""
-    assert run("layouts missing.toml") == 2
+    assert run("inspect missing.toml") == 2
     assert "missing.toml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        "layouts --layout missing",
+        "inspect --layouts --layout missing",
         "inspect nebula.safetensors --layout missing.txt",
         "run --layout missing --cases textbook",
         "run --layout neb.txt --cases textbook",
@@ -208,7 +207,7 @@ def test_useless_layout_option_is_refused(folder, command, capsys):
     if "missing" in command:
         assert "missing" in error
     else:
-        assert refuses("--layout").is_printed_in(error)
+        assert error.startswith("mha-parity: error: --layout requires --weights or --model; ")
     assert error.count("\n") == 1
 
 
@@ -241,7 +240,7 @@ def test_warning_names_the_tables_prefix(folder, rng, capsys):
 
 def test_report_may_not_replace_a_table(folder, capsys):
     """`--json` with the path of the table is rejected, and the table stays."""
-    assert run("layouts --layout nebula.toml --json nebula.toml") == 2
+    assert run("inspect --layouts --layout nebula.toml --json nebula.toml") == 2
     assert "--layout" in capsys.readouterr().err
     assert (folder / "nebula.toml").read_text() == TABLE
 

@@ -1,4 +1,4 @@
-"""Tests of convert, layouts, inspect, verify and `run --weights`: status, files, printed text."""
+"""Tests of convert, inspect, compare and `run --weights`: status, files, printed text."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import ROOT
 from helpers.command_line import run_in_pipe
-from helpers.refusals import refuses
+from helpers.refusals import Misuse, refuses
 
 import parity
 from mha_spec import Llama3Scaling, Rope
@@ -28,7 +28,6 @@ SPEC = AttentionSpec(
 )
 PREFIX = "model.layers.{i}.self_attn"
 HEADS = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "6", "--rope-theta", "500"]
-COMMANDS = ["convert", "layouts", "inspect", "verify"]
 
 
 @pytest.fixture
@@ -552,18 +551,18 @@ def test_nested_config_rope_is_not_lost(source, tmp_path, capsys):
 
 
 def test_layouts_lists_all_layouts(capsys):
-    """`layouts` prints the name of every layout."""
-    assert main(["layouts"]) == 0
+    """`inspect --layouts` prints the name of every layout."""
+    assert main(["inspect", "--layouts"]) == 0
     words = capsys.readouterr().out.split()
     assert LAYOUTS.keys() <= set(words)
 
 
 def test_layout_is_shown_completely(capsys):
-    """`layouts NAME` prints all tensors, rules and prefixes of a layout, its RoPE pairs, and
+    """`inspect LAYOUT` prints all tensors, rules and prefixes of a layout, its RoPE pairs, and
     how it packs heads.
     """
     for name, layout in LAYOUTS.items():
-        assert main(["layouts", name]) == 0
+        assert main(["inspect", name]) == 0
         out = capsys.readouterr().out
         assert all(tensor.name in out for tensor in layout.tensors), name
         assert all(f"rule: {RULES[rule].words}" in out for rule in layout.rules), name
@@ -599,17 +598,17 @@ def test_layout_is_shown_completely(capsys):
     ],
 )
 def test_axes_are_shown_outermost_first(name, line, capsys):
-    """`layouts NAME` prints a tensor with its axes, outermost first."""
-    assert main(["layouts", name]) == 0
+    """`inspect LAYOUT` prints a tensor with its axes, outermost first."""
+    assert main(["inspect", name]) == 0
     assert line in [" ".join(shown.split()) for shown in capsys.readouterr().out.splitlines()]
 
 
 def test_layouts_writes_json(tmp_path):
-    """`layouts --json` has all layouts or the requested one, with the same record and the
+    """`inspect --json` has all layouts or the requested one, with the same record and the
     axes of its tensors.
     """
-    assert main(["layouts", "--json", str(tmp_path / "all.json")]) == 0
-    assert main(["layouts", "ttnn", "--json", str(tmp_path / "one.json")]) == 0
+    assert main(["inspect", "--layouts", "--json", str(tmp_path / "all.json")]) == 0
+    assert main(["inspect", "ttnn", "--json", str(tmp_path / "one.json")]) == 0
     every, one = (json.loads((tmp_path / name).read_text()) for name in ("all.json", "one.json"))
     assert [layout["name"] for layout in every["layouts"]] == list(LAYOUTS)
     (ttnn,) = one["layouts"]
@@ -628,7 +627,7 @@ def test_unknown_layout_suggests_names(capsys):
     """An unknown layout exits with status 2 and one error line that suggests layouts with
     similar names.
     """
-    assert main(["layouts", "llama"]) == 2
+    assert main(["inspect", "llama"]) == 2
     message = capsys.readouterr().err
     assert refuses("layout", layout="llama").is_printed_in(message)
     assert "did you mean transformers.LLaMA or " in message
@@ -758,7 +757,7 @@ def test_verify_accepts_same_layer(tmp_path, capsys):
         saved(tmp_path / "a.npz", weights),
         saved(tmp_path / "b.pt", weights, "meta.LLaMA", "layers.0"),
     ]
-    assert main(["verify", *files]) == 0
+    assert main(["compare", *files]) == 0
     assert (
         f"{files[0]} and {files[1]} hold the same attention: weights the same, bit for bit"
         in capsys.readouterr().out
@@ -772,7 +771,7 @@ def test_verify_accepts_rounded_weights(tmp_path, capsys):
     weights = random_weights(SPEC)
     rounded = {name: x.astype(np.float16) for name, x in weights.items()}
     assert (
-        main(["verify", saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", rounded)])
+        main(["compare", saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", rounded)])
         == 0
     )
     assert "weights the same up to rounding in float16" in capsys.readouterr().out
@@ -789,7 +788,7 @@ def test_verify_names_first_wrong_stage(tmp_path, capsys):
         "v_proj.weight": weights["k_proj.weight"],
     }
     files = [saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", other)]
-    assert main(["verify", *files, "--json", str(tmp_path / "r.json")]) == 1
+    assert main(["compare", *files, "--json", str(tmp_path / "r.json")]) == 1
     out = capsys.readouterr().out
     assert "verify/k: the other differs from the reference" in out
     assert f"{files[0]} and {files[1]} do NOT hold the same attention" in out
@@ -807,20 +806,20 @@ def test_verify_names_first_wrong_stage(tmp_path, capsys):
 
 
 def test_verify_accepts_flags_of_each_file(source, tmp_path, capsys):
-    """With --from and --prefix given twice, `verify` applies the first to the first file and
+    """With --from and --prefix given twice, `compare` applies the first to the first file and
     the second to the second.
     """
     other = saved(tmp_path / "b.npz", random_weights(SPEC, seed=1), "meta.LLaMA", "att")
-    arguments = ["verify", source, other, "--from", "transformers.LLaMA", "--from", "meta.LLaMA"]
+    arguments = ["compare", source, other, "--from", "transformers.LLaMA", "--from", "meta.LLaMA"]
     arguments += ["--prefix", "model.layers.1.self_attn", "--prefix", "att", *HEADS]
     assert main(arguments) == 0
     assert "bit for bit" in capsys.readouterr().out
 
 
 def test_verify_shares_one_layout_flag(source):
-    """With --from and --prefix given once, `verify` applies them to both files."""
+    """With --from and --prefix given once, `compare` applies them to both files."""
     arguments = [
-        "verify",
+        "compare",
         source,
         source,
         "--from",
@@ -840,7 +839,7 @@ def test_verify_detects_wrong_rope_pairs(tmp_path, capsys):
     names = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "out_proj"}
     other = {f"{names[name[:2]]}.weight": x for name, x in wrong.items()}
     assert (
-        main(["verify", saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", other)]) == 1
+        main(["compare", saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", other)]) == 1
     )
     assert "verify/q: " in capsys.readouterr().out
 
@@ -852,7 +851,7 @@ def test_verify_requires_equal_heads(tmp_path, capsys):
         saved(tmp_path / "a.npz", random_weights(SPEC)),
         saved(tmp_path / "b.npz", random_weights(other), spec=other),
     ]
-    assert main(["verify", *files]) == 2
+    assert main(["compare", *files]) == 2
     message = capsys.readouterr().err
     assert refuses("the layers", "num_heads=4 and 2").is_printed_in(message)
     assert message.count("\n") == 1
@@ -866,7 +865,7 @@ def test_verify_compares_all_layers(source, tmp_path, capsys):
     assert main(convert(source, stack, "--to", "mha_jax", "--to-prefix", "layers.attn")) == 0
     assert "2 attention layers" in capsys.readouterr().out
     arguments = [
-        "verify",
+        "compare",
         source,
         stack,
         "--from",
@@ -888,7 +887,7 @@ def test_verify_compares_all_layers(source, tmp_path, capsys):
 
 
 def test_verify_names_differing_layers(source, tmp_path, capsys):
-    """If one of two layers has other values, `verify` exits with status 1 and prints that
+    """If one of two layers has other values, `compare` exits with status 1 and prints that
     layer, its first stage v, and how many agree.
     """
     with open_tensors(source) as file:
@@ -897,7 +896,7 @@ def test_verify_names_differing_layers(source, tmp_path, capsys):
     infos = {name: (x.shape, x.dtype) for name, x in tensors.items()}
     other = str(write_tensors(tmp_path / "other.npz", infos, tensors.__getitem__))
     arguments = [
-        "verify",
+        "compare",
         source,
         other,
         "--from",
@@ -920,7 +919,7 @@ def test_verify_requires_equal_layer_counts(source, tmp_path, capsys):
     weights = random_weights(SPEC)
     other = saved(tmp_path / "b.npz", weights, "transformers.LLaMA", "model.layers.7.self_attn")
     arguments = [
-        "verify",
+        "compare",
         source,
         other,
         "--from",
@@ -958,7 +957,9 @@ def test_run_accepts_layer_of_any_file(source, tmp_path, capsys, suffix):
     assert main([*run, target]) == 2
     assert refuses("--prefix", f"2 in {target}").is_printed_in(capsys.readouterr().err)
     assert main(["run", "--prefix", "a", "--num-heads", "3"]) == 2
-    assert refuses("--prefix, --num-heads").is_printed_in(capsys.readouterr().err)
+    assert Misuse("--prefix and --num-heads require --weights or --model").is_printed_in(
+        capsys.readouterr().err
+    )
 
 
 # ---- Warnings and errors -------------------------------------------------------------------------
@@ -1025,7 +1026,7 @@ def test_wrong_prefix_suggests_one_that_fits(tmp_path, capsys, prefix, layout):
     heads = ["--num-heads", "4"]
     for arguments in (
         ["convert", source, str(tmp_path / "b.npz"), "--to", "W_q", *layout, *prefix, *heads],
-        ["verify", source, source, *layout, *prefix, *heads],
+        ["compare", source, source, *layout, *prefix, *heads],
         ["run", "--weights", source, *layout, *prefix, *heads],
     ):
         assert main(arguments) == 2
@@ -1211,49 +1212,11 @@ def test_flags_override_config_json(source, tmp_path, capsys):
 @pytest.mark.parametrize("flag", ["--from", "--prefix"])
 def test_verify_rejects_third_layout_flag(source, capsys, flag):
     """A third --from or --prefix exits with status 2 and an error with all three values."""
-    assert main(["verify", source, source, flag, "a", flag, "b", flag, "c"]) == 2
+    assert main(["compare", source, source, flag, "a", flag, "b", flag, "c"]) == 2
     assert refuses(flag, {flag: ["a", "b", "c"]}).is_printed_in(capsys.readouterr().err)
 
 
 # ---- All commands --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_help_lists_flags(command, capsys):
-    """The help of convert, layouts, inspect and verify has their flags, those for heads
-    except for `layouts`, and --json.
-    """
-    with pytest.raises(SystemExit) as exit_:
-        main([command, "--help"])
-    assert exit_.value.code == 0
-    out = capsys.readouterr().out
-    flags = {
-        "convert": ["--from", "--to", "--prefix", "--to-prefix", "--rest", "--max-shard-gib"],
-        "layouts": [],
-        "inspect": [],
-        "verify": ["--from", "--prefix"],
-    }[command]
-    heads = (
-        ["--num-heads", "--num-kv-heads", "--head-dim", "--rope-theta"]
-        if command != "layouts"
-        else []
-    )
-    assert all(flag in out for flag in [*flags, *heads, "--json"])
-
-
-def test_main_help_lists_weight_commands(capsys):
-    """`mha-parity --help` has a line for each of convert, layouts, inspect and verify."""
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    out = capsys.readouterr().out
-    assert all(re.search(rf"^ +{command} ", out, re.MULTILINE) for command in COMMANDS)
-
-
-@pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
-def test_missing_file_arguments_exit_2(command, capsys):
-    """convert, inspect and verify without files exit with status 2 and print their usage."""
-    assert main([command]) == 2
-    assert "usage: mha-parity" in capsys.readouterr().err
 
 
 @pytest.mark.costly("whether output is a terminal")

@@ -16,7 +16,7 @@ COMMANDS = (
     "bugs --all",
     "inspect model",
     "inspect model --json -",
-    "write model --to torch --layers 0",
+    "write model --to torch --layer 0",
 )
 
 

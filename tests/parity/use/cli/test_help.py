@@ -1,6 +1,5 @@
 """Tests of `--help`, error lines, lists of cases and bugs, completion and `doctor`."""
 
-import argparse
 import importlib
 import json
 import pkgutil
@@ -13,7 +12,9 @@ import tomllib
 import zipfile
 from dataclasses import replace
 from email.message import Message
+from pathlib import Path
 
+import click
 import pytest
 from helpers import ROOT
 from helpers.refusals import refuses
@@ -28,77 +29,86 @@ from parity.measure.core.cases import CASES, DTYPES
 from parity.measure.core.packages import OPTIONAL
 from parity.port.models.families import FAMILIES
 from parity.use.cli.clone import FROM_A_CLONE
-from parity.use.cli.completion import SHELLS
-from parity.use.cli.main import COMMANDS, command_named, main, make_parser
-from parity.use.cli.options import dtype_list
+from parity.use.cli.command import Command
+from parity.use.cli.main import COMMANDS, GROUPS, PROGRAM, SHELLS, command_named, main
+from parity.use.cli.options import backend_list, dtype_list, named_path
+from parity.use.cli.project import defaults_of_project
 from parity.use.reporting.bugs import bug_page
 from parity.use.reporting.cases import covers
 from parity_lab.selftest import SELFTEST_CASES
 
-PAGES = {name: command_named(name).PAGE for name in COMMANDS}
+PAGES = {name: command_named(name) for name in COMMANDS}
 
 
-def commands():
-    """Return the parsers of the commands by name."""
-    (action,) = (
-        action
-        for action in make_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    return action.choices
+def help_of(name):
+    """Return the help of a command."""
+    command = PAGES[name]
+    return command.get_help(click.Context(command, info_name=f"mha-parity {name}"))
 
 
 # ---- --help --------------------------------------------------------------------------------------
 
 
 def test_every_command_module_is_registered():
-    """The modules with a PAGE in parity.use.cli and parity_lab.commands are those of COMMANDS,
-    and each command has a parser.
+    """The modules of parity.use.cli and parity_lab.commands whose `run` is a command are those of
+    COMMANDS.
     """
     modules = [
         importlib.import_module(f"{package.__name__}.{found.name}")
         for package in (parity.use.cli, parity_lab.commands)
         for found in pkgutil.iter_modules(package.__path__)
     ]
-    assert {module.__name__ for module in modules if hasattr(module, "PAGE")} == {
-        *COMMANDS.values()
+    registered = {
+        module.__name__ for module in modules if isinstance(getattr(module, "run", None), Command)
     }
-    assert commands().keys() == COMMANDS.keys()
+    assert registered == {*COMMANDS.values()}
+    assert [*PAGES] == sorted(PAGES, key=[*COMMANDS].index)
 
 
 def test_command_help_is_complete(capsys):
     """The help of a command has its description before the options, then its exit statuses;
-    lines of the epilog have at most 100 columns.
+    its lines have at most 100 columns, and `help COMMAND` prints the same.
     """
     for name, page in PAGES.items():
-        with pytest.raises(SystemExit) as exit_:
-            main([name, "--help"])
-        assert exit_.value.code == 0, name
+        assert main([name, "--help"]) == 0, name
         said = capsys.readouterr().out
         words = " ".join(said.split())
         assert page.about in words, name
-        assert words.index(page.about) < words.index("options:"), name
-        status = re.search(r"exit status:\n  0 .+; 2 bad usage or something missing\n", said)
+        assert words.index(page.about) < words.index("All commands:"), name
+        status = re.search(r"Exit status:\n  0 .+; 2 bad usage or something missing\n", said)
         assert status, name
         assert ("; 1 " in status[0]) == bool(page.wrong), name
-        assert max(map(len, page.epilog.splitlines())) <= 100, name
+        assert max(map(len, said.splitlines())) <= 100, name
+        assert main(["help", name]) == 0
+        assert capsys.readouterr().out == said
+
+
+def test_bare_command_prints_the_help(capsys):
+    """`mha-parity` and `mha-parity help` print the help with all commands in groups."""
+    printed = set()
+    for words in ([], ["help"], ["--help"], ["-h"]):
+        assert main(words) == 0, words
+        printed.add(capsys.readouterr().out)
+    (said,) = printed
+    assert re.findall(r"^  ([a-z-]+)  ", said, re.MULTILINE) == [
+        name for names in GROUPS.values() for name in names
+    ]
 
 
 def test_example_of_command_is_parsed():
     """The example of each command begins with `mha-parity` and its name, and its arguments
     are valid.
     """
-    parser = make_parser()
     for name, page in PAGES.items():
         program, *arguments = shlex.split(page.example.replace("\\\n", ""))
         assert program == "mha-parity", name
         assert arguments[0] == name
-        assert parser.parse_args(arguments).command == name
+        page.make_context(name, arguments[1:])
 
 
 def test_run_help_lists_backends_and_dtypes():
     """The help of `run` has the names of all backends and dtypes."""
-    words = " ".join(commands()["run"].format_help().split())
+    words = " ".join(help_of("run").split())
     assert f"--backends A,B {', '.join(BACKENDS)};" in words
     assert all(dtype in words for dtype in DTYPES)
 
@@ -112,7 +122,7 @@ def test_help_imports_no_slow_module():
         "import sys, contextlib, io\n"
         "from parity.use.cli.main import main\n"
         f"for name in {list(PAGES)}:\n"
-        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()):\n"
         "        main([name, '--help'])\n"
         "print(sorted({'numpy', 'rich', 'importlib.metadata', 'parity.measure.core.cases', "
         "'parity.use.reporting.console'}"
@@ -122,7 +132,7 @@ def test_help_imports_no_slow_module():
         sys.executable,
         "-S",
         "-c",
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}",
+        f"import sys; sys.path[:0] = {[str(ROOT), str(Path(click.__file__).parents[1])]}\n{program}",
     ]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
@@ -139,24 +149,30 @@ def test_pages_use_existing_options():
         *ROOT.glob("parity/bugs/*.md"),
         *ROOT.glob("examples/*.md"),
     ]
-    parsers, wrong, seen = commands(), [], 0
+    wrong, seen = [], 0
+    flags = {
+        name: {flag for parameter in page.params for flag in parameter.opts}
+        for name, page in PAGES.items()
+    }
     for page in pages:
-        for command, words in re.findall(r"mha-parity ([a-z-]+)\b([^`|\n#]*)", page.read_text()):
-            for option in (
-                re.findall(r"(?<!\S)--[a-z][\w-]*", words.split(" -- ")[0])
-                if command in parsers
-                else ()
-            ):
+        text = page.read_text()
+        code = "".join(re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL))
+        called = re.findall(r"^(?:\$ )?mha-parity ([a-z][a-z-]*)", code, re.MULTILINE)
+        wrong += [f"{page.name}: {name}" for name in called if name not in {*flags, "help"}]
+        for command, words in re.findall(r"mha-parity ([a-z-]+)\b([^`|\n#]*)", text):
+            if command not in flags:
+                continue
+            for option in re.findall(r"(?<!\S)--[a-z][\w-]*", words.split(" -- ")[0]):
                 seen += 1
-                if option not in parsers[command]._option_string_actions:
+                if option not in flags[command] | {"--no-causal", "--help"}:
                     wrong.append(f"{page.name}: {command} {option}")
     assert seen > 50
     assert wrong == []
 
 
 def test_cases_lists_one_case_per_line(capsys):
-    """`cases` prints one line per case, with its description and its settings."""
-    assert main(["cases"]) == 0
+    """`run --list` prints one line per case, with its description and its settings."""
+    assert main(["run", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(CASES)
     assert all(case.about in line for case, line in zip(CASES.values(), lines, strict=True))
@@ -165,14 +181,16 @@ def test_cases_lists_one_case_per_line(capsys):
 
 
 def test_cases_are_selected_by_glob(tmp_path, capsys):
-    """`cases GLOB --json` prints and writes only cases whose name matches, with their
-    settings and specification.
+    """`run --list --cases A,B --json` prints and writes only cases whose name matches one of the
+    patterns, with their settings and specification.
     """
-    assert main(["cases", "window-c*", "--json", str(tmp_path / "c.json")]) == 0
-    assert capsys.readouterr().out.count("\n") == 1
+    words = ["run", "--list", "--cases", "window-c*,causal", "--json", str(tmp_path / "c.json")]
+    assert main(words) == 0
+    assert capsys.readouterr().out.count("\n") == 2
     content = json.loads((tmp_path / "c.json").read_text())
-    assert content["schema"] == "mha-parity/cases"
-    (case,) = content["cases"]
+    assert content["schema"] == "mha-parity/run"
+    case, other = content["cases"]
+    assert other["name"] == "causal"
     assert case["name"] == "window-cross"
     assert case["covers"] == "heads 4 x 8, tokens 2 x 5 over 9, window 3"
     assert case["spec"]["num_heads"] == 4
@@ -181,7 +199,10 @@ def test_cases_are_selected_by_glob(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        (["cases", "rope_gqa"], refuses("GLOB", GLOB="rope_gqa", hint="did you mean rope-gqa")),
+        (
+            ["run", "--list", "--cases", "rope_gqa"],
+            refuses("--cases", {"--cases": "rope_gqa"}, hint="did you mean rope-gqa"),
+        ),
         (
             ["run", "--cases", "rope_gqa"],
             refuses("--cases", {"--cases": "rope_gqa"}, hint="did you mean rope-gqa"),
@@ -196,9 +217,7 @@ def test_cases_are_selected_by_glob(tmp_path, capsys):
         (["plot", "no-such-file", "a.txt"], refuses("DST", DST="a.txt")),
         (["bench", "--plot", "a.txt"], refuses("--plot", {"--plot": "a.txt"})),
         (["bugs", "rope-pear"], refuses("NAME", NAME="rope-pear", hint="did you mean rope-pairs")),
-        (["rum"], refuses("COMMAND", "rum", hint="did you mean run?")),
-        (["run", "--cass", "rope"], refuses("--cass", hint="did you mean --cases")),
-        (["layouts", "llma"], refuses("layout", layout="llma", hint="LLaMA")),
+        (["inspect", "flax.nxn"], refuses("layout", layout="flax.nxn", hint="flax.nnx")),
     ],
 )
 def test_unknown_value_names_its_option(capsys, arguments, refusal):
@@ -213,22 +232,53 @@ def test_unknown_value_names_its_option(capsys, arguments, refusal):
     assert captured.out == ""
 
 
+USAGE_ERRORS = {
+    "rnu": "unknown command 'rnu'; did you mean 'run'?",
+    "run --backend torch": "unknown option '--backend'; did you mean '--backends'?",
+    "run --case rope-gqa": "unknown option '--case'; did you mean '--cases'?",
+    "run --zzz": "unknown option '--zzz'; `mha-parity run --help` lists its options",
+    "--zzz": "unknown option '--zzz'; `mha-parity --help` lists its options",
+    "mutate math:floor pytest --bogus": (
+        "unknown option '--bogus'; put -- before the command that runs your tests"
+    ),
+    "compare": "missing argument INPUT; usage: mha-parity compare [OPTIONS] INPUT…",
+    "convert a b": "missing option --to; usage: mha-parity convert [OPTIONS] --to LAYOUT SRC DST",
+    "run --layers 0": "--layers requires --model; `mha-parity run --help` ",
+    "run --layers 0 --against transformers": "--layers and --against require --model; ",
+    "run --model a --weights b": "--weights cannot be combined with --model; ",
+    "run --model a --random 1": "--model cannot be combined with --random; ",
+    "plot a b --input c --case d": "--case cannot be combined with --input; ",
+    "run -v -q": "--quiet cannot be combined with --verbose; ",
+    "run --jobs x": "--jobs 'x' is not a valid integer; `mha-parity run --help` ",
+    "run --jobs": "option '--jobs' requires an argument; ",
+    "run --jobs --grad": "option '--jobs' requires an argument; ",
+    "run --quiet=3": "option '--quiet' does not take a value; ",
+    "run --layers x": "--layers ",
+    "convert a b --to c --rest kep": "--rest 'kep' is not one of 'keep', 'drop'; ",
+    "write a b --to torch": "got unexpected extra argument (b); ",
+    "inspect": "inspect requires INPUT or --layouts, and not both; ",
+    "bugs --all rope-pairs": "--all cannot be combined with NAME; ",
+    "spec --families --part x": "--part requires PATH; ",
+}
+"""Command lines, and the beginning of their errors."""
+
+
+def test_usage_errors_are_plain_english(capsys):
+    """A wrong command line exits with status 2 and one line that says in English what is wrong,
+    and how to go on.
+    """
+    for words, error in USAGE_ERRORS.items():
+        assert main(words.split()) == 2, words
+        captured = capsys.readouterr()
+        assert captured.err.startswith(f"mha-parity: error: {error}"), (words, captured.err)
+        assert captured.err.count("\n") == 1, words
+        assert len(captured.err) < 400, words
+        assert captured.out == "", words
+
+
 @pytest.mark.parametrize(
     ("arguments", "argument", "way_out"),
     [
-        ("run --jobs x", "--jobs", "`mha-parity run --help`"),
-        ("run --jobs", "--jobs", "`mha-parity run --help`"),
-        ("run --quiet=3", "--quiet", "`mha-parity run --help`"),
-        ("run -v -q", "--quiet", "`mha-parity run --help`"),
-        ("run --model a --weights b", "--weights", "`mha-parity run --help`"),
-        ("run --layers x", "--layers", "`mha-parity run --help`"),
-        ("run --case rope-gqa", "--case", "did you mean --cases"),
-        ("convert a b --to c --max-shard-gib x", "--max-shard-gib", "`mha-parity convert --help`"),
-        ("convert a b --to c --rest kep", "--rest", "did you mean keep?"),
-        ("convert a b", "--to", "usage: mha-parity convert [options] --to LAYOUT SRC DST"),
-        ("verify a", "FILE", "usage: mha-parity verify [options] FILE FILE"),
-        ("cases a b", "arguments", "mha-parity cases [options] [GLOB]"),
-        ("", "COMMAND", "`mha-parity --help`"),
         (
             "bugs rope",
             "NAME",
@@ -240,7 +290,7 @@ def test_unknown_value_names_its_option(capsys, arguments, refusal):
             "--only",
             "mutate cannot inject fused-qkv-misread, fused-qkv-read-as-thirds",
         ),
-        ("layouts llama", "layout", "`mha-parity layouts`"),
+        ("inspect llama", "layout", "`mha-parity inspect --layouts`"),
         ("conformance --libraries --only torhc", "--only", "there are "),
         (
             "conformance no_such_module:f",
@@ -249,9 +299,9 @@ def test_unknown_value_names_its_option(capsys, arguments, refusal):
         ),
     ],
 )
-def test_usage_error_suggests_next_step(arguments, argument, way_out, capsys):
-    """A usage error exits with status 2 and one line of fewer than 400 characters with the
-    argument and a remedy: a valid name, a usage line or a command.
+def test_wrong_value_suggests_next_step(arguments, argument, way_out, capsys):
+    """A wrong value exits with status 2 and one line of fewer than 400 characters with the
+    argument and a remedy: a valid name or a command.
     """
     assert main(arguments.split()) == 2
     captured = capsys.readouterr()
@@ -289,10 +339,13 @@ def test_case_summary_mentions_nan(not_finite):
 def test_option_type_is_same_everywhere():
     """An option of several commands has the same type and number of values in all of them."""
     kinds = {}
-    for name, parser in commands().items():
-        for action in parser._actions:
-            for flag in action.option_strings:
-                kinds.setdefault(flag, {}).setdefault((action.type, action.nargs), []).append(name)
+    for name, page in PAGES.items():
+        for parameter in page.params:
+            kind = (getattr(parameter.type, "func", parameter.type.name), parameter.nargs)
+            if isinstance(parameter.type, click.Choice):
+                kind = ("text", parameter.nargs)
+            for flag in parameter.opts if isinstance(parameter, click.Option) else ():
+                kinds.setdefault(flag, {}).setdefault(kind, []).append(name)
     assert {flag: found for flag, found in kinds.items() if len(found) > 1} == {}
 
 
@@ -300,9 +353,85 @@ def test_arguments_have_help_text():
     """Every argument of a command has a help text, and no line of the help has more than 100
     columns.
     """
-    for name, parser in commands().items():
-        assert [action.dest for action in parser._actions if not action.help] == [], name
-        assert max(map(len, parser.format_help().splitlines())) <= 100, name
+    for name, page in PAGES.items():
+        assert [parameter.name for parameter in page.params if not parameter.help] == [], name
+        assert max(map(len, help_of(name).splitlines())) <= 100, name
+
+
+def test_ttnn_is_a_name_of_tt(capsys):
+    """`tt` and `ttnn` are the same backend and framework in every option."""
+    assert backend_list("ttnn,tt,torch") == ["tt", "torch"]
+    assert named_path("ttnn=python") == ("tt", "python")
+    assert PAGES["write"].make_context("write", ["m", "--to", "tt"]).params["to"] == "ttnn"
+    parsed = PAGES["diagnose"].make_context("diagnose", ["a:b", "--framework", "tt"])
+    assert parsed.params["framework"] == "ttnn"
+
+
+def test_quiet_prints_only_errors(tmp_path, capsys):
+    """With -q a command without a verdict prints nothing, and still writes its JSON; --json - is
+    all that is printed.
+    """
+    arguments = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacity", "1"]
+    assert main([*arguments, "-q", "--json", str(tmp_path / "c.json")]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main([*arguments, "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == (tmp_path / "c.json").read_text()
+    assert captured.err == ""
+
+
+def test_project_sets_options(tmp_path, monkeypatch, capsys):
+    """[tool.mha-parity] of the nearest pyproject.toml sets options of all commands that have them,
+    and of one; the command line overrides them, and an unknown name is an error.
+    """
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    project = tmp_path / "pyproject.toml"
+    project.write_text(
+        '[tool.mha-parity]\nbackends = ["torch"]\nallow-skipped = true\n'
+        '[tool.mha-parity.run]\ncases = ["rope-g*", "causal"]\njoin = ["a", "b"]\n'
+    )
+    defaults = defaults_of_project(PROGRAM, "run")["run"]
+    assert PAGES["run"].make_context("run", [], default_map=defaults).params.items() >= {
+        ("allow_skipped", True),
+        ("join", ("a", "b")),
+    }
+    words = ["run", "--list", "--json", "-"]
+    project.write_text(project.read_text().replace('join = ["a", "b"]\n', ""))
+    for more, names in ([], ["rope-gqa", "causal"]), (["--cases", "full"], ["full"]):
+        assert main([*words, *more]) == 0
+        listed = json.loads(capsys.readouterr().out)["cases"]
+        assert [case["name"] for case in listed] == names
+    assert main(["bugs", "-q"]) == 0
+    where = str(project)
+    mistakes = {
+        "[tool.mha-parity]\nbackend = 1": refuses(
+            "[tool.mha-parity]", "backend", where=where, hint="did you mean backends?"
+        ),
+        "[tool.mha-parity.rum]\ncases = 1": refuses(
+            "[tool.mha-parity.rum]", "rum", where=where, hint="did you mean run?"
+        ),
+        "[tool.mha-parity.run]\ncase = 1": refuses(
+            "[tool.mha-parity.run]", "case", where=where, hint="did you mean cases"
+        ),
+        "[tool.mha-parity]\nx = = 1": refuses(where, "line 2"),
+    }
+    for text, refusal in mistakes.items():
+        project.write_text(text)
+        assert main(["bugs"]) == 2, text
+        printed = capsys.readouterr().err
+        assert refusal.is_printed_in(printed), printed
+        assert printed.count("\n") == 1
+        assert main(["bugs", "--help"]) == 0
+        capsys.readouterr()
+
+
+def test_verbose_prints_the_traceback(capsys):
+    """With -v, the error of a wrong value comes after its traceback."""
+    assert main(["run", "--backends", "numpy", "-v"]) == 2
+    *before, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("mha-parity: error: --backends ")
+    assert before[0] == "Traceback (most recent call last):"
 
 
 def test_dtypes_have_short_names(capsys):
@@ -330,7 +459,7 @@ def test_cache_size_requires_capacity(capsys):
     option.
     """
     assert main(["cache-size", "--num-kv-heads", "2", "--head-dim", "4"]) == 2
-    assert "error: --capacity " in capsys.readouterr().err
+    assert "error: missing option --capacity; " in capsys.readouterr().err
 
 
 def test_spec_lists_all_families(capsys):
@@ -344,67 +473,44 @@ def test_spec_lists_all_families(capsys):
 # ---- Completion ----------------------------------------------------------------------------------
 
 
-@pytest.mark.costly("bash completes")
-def test_bash_completion_finds_words(tmp_path, capsys):
-    """The completion of Bash finds commands, options, choices, names of cases and bugs, and
-    files.
+def test_completion_finds_words(monkeypatch, capsys):
+    """The completion of Bash finds commands, options, choices, names of layouts, cases and bugs,
+    and lets the shell find files and folders.
     """
-    with pytest.raises(SystemExit) as exit_:
-        main(["--print-completion", "bash"])
-    assert exit_.value.code == 0
-    (tmp_path / "completion").write_text(capsys.readouterr().out)
-    (tmp_path / "folder" / "model").mkdir(parents=True)
-    (tmp_path / "folder" / "model.npz").touch()
     lines = {
         "": {*PAGES},
         "co": {"compare", "convert", "conformance"},
         "run --ba": {"--backends"},
         "run --against ": {"transformers"},
-        "run --model m": {"model"},
-        "run --weights m": {"model", "model.npz"},
-        "convert m": {"model", "model.npz"},
         "convert a b --to flax": {"flax.nnx", "flax.linen"},
         "convert --rest ": {"keep", "drop"},
         "write m --to t": {"torch", "ttnn"},
         "bugs rope-p": {"rope-pairs", "rope-positions", "rope-partial"},
-        "plot --case rope-q": {name for name in CASES if name.startswith("rope-q")},
+        "plot --case rope-s": {name for name in CASES if name.startswith("rope-s")},
+        "run --cases causal,rope-s": {
+            f"causal,{name}" for name in CASES if name.startswith("rope-s")
+        },
     }
-    words = [
-        ["mha-parity", *line.split(), *([""] if not line or line.endswith(" ") else [])]
-        for line in lines
-    ]
-    calls = [
-        f"COMP_WORDS=({shlex.join(each)}); COMP_CWORD={len(each) - 1}; COMPREPLY=(); "
-        f"_shtab_mha_parity; "
-        'echo "${COMPREPLY[*]}"'
-        for each in words
-    ]
-    program = "\n".join([f"source {tmp_path}/completion", *calls])
-    done = subprocess.run(
-        ["bash", "-c", program], cwd=tmp_path / "folder", capture_output=True, text=True, check=True
-    )
-    found = dict(zip(lines, (set(line.split()) for line in done.stdout.splitlines()), strict=True))
-    assert found == lines
+    files = {"run --weights m": "file,m", "run --model m": "dir,m", "convert m": "file,m"}
+    monkeypatch.setenv("_MHA_PARITY_COMPLETE", "bash_complete")
+    for line, expected in {**lines, **files}.items():
+        words = ["mha-parity", *line.split(), *([""] if not line or line.endswith(" ") else [])]
+        monkeypatch.setenv("COMP_WORDS", shlex.join(words))
+        monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+        assert main([]) == 0
+        found = capsys.readouterr().out.splitlines()
+        if line in lines:
+            assert {each.removeprefix("plain,") for each in found} == expected, line
+        else:
+            assert found == [expected], line
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_completion_scripts_have_commands(shell, capsys):
-    """The completion script of each shell has the names of all commands."""
-    with pytest.raises(SystemExit):
-        main(["--print-completion", shell])
-    script = capsys.readouterr().out
-    assert [name for name in PAGES if name not in script] == []
-
-
-def test_completion_requires_shtab(monkeypatch, capsys):
-    """Without shtab, --print-completion exits with status 2 and an error that ends with the
-    command to install it.
-    """
-    monkeypatch.setattr(
-        "parity.measure.core.packages.is_installed", lambda package: package != "shtab"
-    )
-    assert main(["--print-completion", "bash"]) == 2
-    assert capsys.readouterr().err.endswith("pip install shtab\n")
+@pytest.mark.costly("asks bash for its version")
+def test_completion_scripts_call_us(capsys):
+    """The completion script of each shell asks this program for words."""
+    for shell in SHELLS:
+        assert main(["--print-completion", shell]) == 0
+        assert f"_MHA_PARITY_COMPLETE={shell}_complete" in capsys.readouterr().out
 
 
 # ---- Bugs of the program -------------------------------------------------------------------------
@@ -425,8 +531,8 @@ def test_unexpected_error_writes_report(url, monkeypatch, tmp_path, capsys):
         about["Project-URL"] = f"Issues, {url}"
     monkeypatch.setattr("importlib.metadata.metadata", lambda name: about)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(parity.use.cli.cases, "run", fail)
-    assert main(["cases", "rope *"]) == 70
+    monkeypatch.setattr(PAGES["bugs"], "callback", fail)
+    assert main(["bugs", "rope *"]) == 70
     printed = capsys.readouterr().err
     (file,) = tmp_path.iterdir()
     at = f" at {url}" if url else ""
@@ -436,7 +542,7 @@ def test_unexpected_error_writes_report(url, monkeypatch, tmp_path, capsys):
     )
     assert printed == f"mha-parity: error: {line} and the traceback\n"
     report = file.read_text("utf-8")
-    assert "\nmha-parity cases 'rope *'\n" in report
+    assert "\nmha-parity bugs 'rope *'\n" in report
     assert report.endswith("KeyError: 'surprise'\n")
 
 
@@ -477,7 +583,6 @@ def test_doctor_lists_optional_packages(tmp_path, capsys, monkeypatch):
     assert {name for name, version in optional.items() if version is None} == {
         "jinja2",
         "orbax-checkpoint",
-        "shtab",
     }
     assert re.match(r"\d+\.", optional["pytest"])
 
@@ -593,7 +698,8 @@ def test_clone_only_command_is_explained(name, capsys, monkeypatch):
     captured = capsys.readouterr()
     assert captured.err.startswith(f"mha-parity: error: {name} is not in the wheel")
     assert (captured.err.count("\n"), captured.out) == (1, "")
-    assert f"\n    {name} " not in make_parser().format_help()
+    main(["--help"])
+    assert f"\n  {name} " not in capsys.readouterr().out
 
 
 def test_wheel_excludes_clone_only_packages():

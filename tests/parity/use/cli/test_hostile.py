@@ -104,7 +104,7 @@ def metadata(tmp_path, **entries):
     save(tmp_path / "a.safetensors", random_weights(SPEC), SPEC)
     tensors, own = load_tensors(tmp_path / "a.safetensors")
     save_tensors(tmp_path / "a.safetensors", tensors, {**own, **entries})
-    return ["verify", tmp_path / "a.safetensors", tmp_path / "a.safetensors"]
+    return ["compare", tmp_path / "a.safetensors", tmp_path / "a.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_text_of_files_is_escaped(tmp_path, capsys, hostile):
 def test_library_warning_is_one_line(tmp_path, capsys, monkeypatch):
     """A warning of a library is printed in one line, with control characters escaped."""
     monkeypatch.setattr(
-        "parity.use.cli.inspect.run",
+        "parity.use.cli.inspect.run.callback",
         lambda _: warnings.warn(f"a\n{ESCAPES}", stacklevel=1) or (0, {}),
     )
     assert main(["inspect", str(tmp_path)]) == 0
@@ -175,7 +175,7 @@ def test_full_stderr_keeps_exit_status(tmp_path, monkeypatch):
     """
     monkeypatch.setattr(sys, "stderr", Full())
     assert main(["inspect", str(tmp_path / "nothing")]) == 2
-    monkeypatch.setattr("parity.use.cli.inspect.run", lambda _: warn("unsaid") or (0, {}))
+    monkeypatch.setattr("parity.use.cli.inspect.run.callback", lambda _: warn("unsaid") or (0, {}))
     assert main(["inspect", str(tmp_path)]) == 0
 
 

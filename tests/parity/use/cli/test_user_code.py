@@ -233,6 +233,6 @@ def test_exit_in_command_is_status_2(monkeypatch, capsys):
     """sys.exit(0) in the code of a command itself exits with status 2 and an error with
     SystemExit(0).
     """
-    monkeypatch.setattr("parity.use.cli.doctor.run", lambda options: sys.exit(0))
+    monkeypatch.setattr("parity.use.cli.doctor.run.callback", lambda options: sys.exit(0))
     assert main(["doctor"]) == 2
     assert "SystemExit(0)" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Tests of JUnit XML: it is valid for any report, and has the same results."""
 
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -151,6 +152,35 @@ def test_schema_rejects_invalid_junit(report):
     xml = junit_xml(report).decode()
     assert not SCHEMA.is_valid(xml.replace("classname=", "class="))
     assert not SCHEMA.is_valid(xml.replace("testcase", "test"))
+
+
+@pytest.mark.usefixtures("broken")
+def test_github_format_has_annotations(capsys):
+    """With --output-format github, `run` prints an error for each failed case and the summary, one
+    workflow command a line, in which text of exceptions neither ends a command nor a field.
+    """
+    words = [
+        "run",
+        "--cases",
+        "full,causal,textbook",
+        "--backends",
+        "torch",
+        "--output-format",
+        "github",
+    ]
+    assert main(words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    titles = [re.fullmatch(r"::error title=([^:,]*)::(.+)", line) for line in lines]
+    assert [title[1] for title in titles] == [
+        "full%2C float32%3A torch",
+        "causal%2C float32%3A torch",
+        "mha-parity",
+    ]
+    assert all(line.isprintable() for line in lines)
+    assert "%0ARun it again%3A" not in lines[0]
+    assert "%0ARun it again: mha-parity run --backends torch --cases full" in lines[0]
+    assert main(["run", "--cases", "textbook", "--backends", "torch", *words[-2:]]) == 0
+    assert capsys.readouterr().out.startswith("::notice title=mha-parity::torch agrees ")
 
 
 def test_written_junit_is_deterministic(report, tmp_path):

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import matplotlib as mpl
 import numpy as np
 import pytest
-from helpers.refusals import refuses, refuses_type
+from helpers.refusals import Misuse, refuses, refuses_type
 from helpers.samples import sample
 from PIL import Image
 
@@ -363,12 +363,12 @@ def test_plot_accepts_any_layout(tmp_path):
     ("arguments", "refusal"),
     [
         (["W", "a.jpg", "--input", "X"], refuses("DST", DST="a.jpg")),
-        (["W", "a.png"], refuses("--input or --case")),
+        (["W", "a.png"], Misuse("a file of weights requires --input or --case")),
         (
             ["W", "a.png", "--case", "no-such-case"],
             refuses("--case", {"--case": "no-such-case"}, hint="the nearest are "),
         ),
-        (["W", "a.png", "--case", "full", "--causal"], refuses("--causal")),
+        (["W", "a.png", "--case", "full", "--causal"], Misuse("--causal requires --input")),
         (
             ["W", "a.png", "--input", "X", "--stage", "attn_weights"],
             refuses("--stage", {"--stage": "attn_weights"}),

@@ -52,22 +52,20 @@ assert attend(q, q, q).shape == q.shape
 TRACE = "traces/gqa-causal-float32-torch.safetensors"
 
 CALLS = {
-    "run": ["--cases gqa-causal --backends torch --dtypes float32"],
-    "cases": ["gqa-causal"],
+    "run": ["--cases gqa-causal --backends torch --dtypes float32", "--list --cases gqa-causal"],
     "compare": [
         f"{TRACE} --junit traces.xml",
         "tap.safetensors --model model",
         "tap.safetensors other.safetensors",
+        "layer.safetensors wrong.safetensors",
     ],
     "doctor": [""],
     "bugs": ["", "--all", "rope-pairs"],
     "cache-size": ["--num-kv-heads 2 --head-dim 8 --capacity 16"],
     "convert": ["layer.safetensors converted.safetensors --to mha_jax"],
-    "layouts": ["canonical"],
     "spec": ["model", "--families", "--live own:live"],
-    "inspect": ["layer.safetensors"],
+    "inspect": ["layer.safetensors", "canonical"],
     "write": ["layer.safetensors --to torch", "layer.safetensors --to torch --output attention.py"],
-    "verify": ["layer.safetensors wrong.safetensors"],
     "plot": [f"{TRACE} heads.svg"],
     "conformance": ["own:attend --checks attends"],
     "mutate": ["own:attend --only scale-missing -- python test_own.py"],

@@ -76,12 +76,16 @@ def test_trace_records_its_environment(recorded):
 
 
 def test_changed_stage_is_the_only_failure(traces):
-    """Scores changed by 0.001 in one trace fail that stage of that case, and nothing else."""
+    """Scores changed by 0.001 in one trace fail that stage of that case, and nothing else; the
+    command to repeat it compares that file.
+    """
     path = traces / "causal-float32-torch.safetensors"
     scores = load_tensors(path)[0]["accumulated/scores"]
     change(path, {"accumulated/scores": scores + np.float32(0.001)})
     report = compare_traces([traces])
     assert [(c.case, c.stage) for c in report.failed] == [("causal", "scores")]
+    assert reproduction(report.failed[0], report) == f"mha-parity compare {path}"
+    assert main(["compare", str(path), "-q"]) == 1
 
 
 def test_different_numerics_locks_warn(traces, tmp_path):
@@ -169,7 +173,7 @@ def test_truncated_trace_raises(traces):
 
 def test_same_backend_from_two_folders(traces, tmp_path):
     """Traces of one backend from two folders are compared separately; a failure names its folder
-    and the command that reproduces it, with the device.
+    and the command that compares its file, or that of a run with its device.
     """
     other = tmp_path / "other"
     shutil.copytree(traces, other)
@@ -184,8 +188,10 @@ def test_same_backend_from_two_folders(traces, tmp_path):
     ]
     assert {c.library for c in failed} == {"torch"}
     command = "mha-parity run --backends torch --cases causal --dtypes float32"
-    assert reproduction(failed[0], report) == command
-    on_gpu = replace(report, environment={"backends": {"torch": {"device": "cuda:1"}}})
+    assert reproduction(failed[0], report) == f"mha-parity compare {path}"
+    of_run = replace(report, files={})
+    assert reproduction(failed[0], of_run) == command
+    on_gpu = replace(of_run, environment={"backends": {"torch": {"device": "cuda:1"}}})
     assert reproduction(failed[0], on_gpu) == f"{command} --device cuda:1"
 
 

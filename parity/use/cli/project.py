@@ -1,0 +1,126 @@
+"""Options that a project repeats: the table `[tool.mha-parity]` of its pyproject.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from parity.use.cli.messages import names_like, refusal
+
+NAME = "pyproject.toml"
+
+TABLE = "tool.mha-parity"
+
+
+def defaults_of_project(program: click.Group, command: str) -> dict[str, dict[str, Any]]:
+    """Return values for the options of a command from the nearest pyproject.toml, in the form of
+    click's `default_map`; empty without a table.
+
+    The table has options of all commands by their names, and a table with the name of a command
+    those of this command alone. A command ignores options of others.
+
+    Raises:
+        ValueError: if the file is not TOML, or a name is not an option.
+    """
+    path = _nearest_file()
+    if path is None:
+        return {}
+    table = _table_in(path)
+    if not table:
+        return {}
+    options_by_command: dict[str, dict[str, click.Option]] = {}
+    context = click.Context(program)
+    for name in program.list_commands(context):
+        options_by_command[name] = _options_of(program.get_command(context, name))
+    _check_names(table, options_by_command, str(path))
+    own = options_by_command.get(command, {})
+    values = {**table, **table.get(command, {})}
+    defaults: dict[str, Any] = {}
+    for name, option in own.items():
+        if name in values:
+            defaults[str(option.name)] = _as_typed(values[name], option)
+    return {command: defaults}
+
+
+def _check_names(
+    table: Mapping[str, Any], options_by_command: Mapping[str, Collection[str]], path: str
+) -> None:
+    """Reject names that are neither options nor commands."""
+    all_options = {name for names in options_by_command.values() for name in names}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            _check_table(name, value, options_by_command, path)
+        elif name not in all_options:
+            hint = names_like(name, all_options, "`mha-parity help COMMAND` lists options")
+            raise refusal(f"[{TABLE}]", "have options", name, where=path, hint=hint)
+
+
+def _check_table(
+    command: str,
+    table: Mapping[str, Any],
+    options_by_command: Mapping[str, Collection[str]],
+    path: str,
+) -> None:
+    """Reject the table of an unknown command, and names that are not options of it."""
+    if command not in options_by_command:
+        hint = names_like(command, options_by_command, "`mha-parity` lists the commands")
+        raise refusal(f"[{TABLE}.{command}]", "be a command", command, where=path, hint=hint)
+    known = options_by_command[command]
+    for name in table:
+        if name not in known:
+            hint = names_like(name, known, f"`mha-parity help {command}` lists options")
+            rule = "have options of it"
+            raise refusal(f"[{TABLE}.{command}]", rule, name, where=path, hint=hint)
+
+
+def _nearest_file() -> Path | None:
+    """Return the pyproject.toml in the current folder or the nearest one above it."""
+    try:
+        folder = Path.cwd()
+    except FileNotFoundError:
+        return None  # the command reports that the folder was deleted
+    for each in (folder, *folder.parents):
+        path = each / NAME
+        if path.is_file():
+            return path
+    return None
+
+
+def _table_in(path: Path) -> Mapping[str, Any]:
+    """Return the table of a file; empty if there is none."""
+    from parity.measure.files.small import read_text
+
+    text = read_text(path)
+    # Most files have no such table, and need not be parsed.
+    if TABLE not in text:
+        return {}
+    import tomllib
+
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise refusal(str(path), "be TOML", str(error)) from None
+    return content.get("tool", {}).get("mha-parity", {})
+
+
+def _options_of(command: click.Command | None) -> dict[str, click.Option]:
+    """Return the options of a command by their long names without dashes."""
+    options: dict[str, click.Option] = {}
+    for parameter in command.params if command is not None else ():
+        if isinstance(parameter, click.Option):
+            options[parameter.opts[-1].lstrip("-")] = parameter
+    return options
+
+
+def _as_typed(value: Any, option: click.Option) -> Any:
+    """Return a value as it would be typed: a list has commas between its items, or its option is
+    repeated.
+    """
+    if option.multiple:
+        return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return value
