@@ -392,7 +392,7 @@ def test_stage_rejects_bad_input(sibling, name):
     assert_error(sibling, *STAGES[name])
 
 
-OTHER_INPUT = AttentionSpec(64, 2, d_in=96)
+OTHER_INPUT = AttentionSpec(64, 2, d_in=160)
 """A layer whose input is as wide as the output of none of its projections."""
 
 PROJECTED = [
@@ -409,7 +409,7 @@ def echoing(project, replaced):
 
 def test_width_of_each_projection_is_checked(sibling):
     """Each projection that returns its input raises an error with its name."""
-    x = ones(2, 3, 96).of(sibling)
+    x = ones(2, 3, 160).of(sibling)
     for spec in PROJECTED:
         project = sibling.package.project_with(of_layer(spec)(sibling), spec)
         for name in spec.qkv_projections if not spec.fused_qkv else ["qkv_proj"]:
