@@ -320,8 +320,9 @@ def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Refuse split heads whose dtypes do not fit each other."""
     for name, x in (("key", key), ("value", value)):
-        check_same_dtype(name, x, query)
-        check_device(name, x, query.device, "query")
+        if x.dtype != query.dtype or x.device != query.device:
+            check_same_dtype(name, x, query)
+            check_device(name, x, query.device, "query")
 
 
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) -> None:
