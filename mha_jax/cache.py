@@ -15,11 +15,11 @@ from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
 from mha_jax.arrays import Array, zero_where
-from mha_jax.checks import check_count, check_is_cache, check_lengths
+from mha_jax.checks import check_count, check_is_cache, check_lengths, check_width
 from mha_jax.compiled import compiled
 from mha_jax.masks import Mask
 from mha_jax.sharding import specs_of, with_auto_axes
-from mha_spec import InputError, InputTypeError
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 
@@ -41,7 +41,8 @@ class Cache:
     @property
     def capacity(self) -> int:
         """Number of slots per sequence."""
-        return next(iter(self.slots.values())).shape[2]
+        first, *_ = self.slots.values()
+        return first.shape[2]
 
     def with_slots(
         self, slots: Iterable[Float[Array, "B K S W"]], lengths: Int[Array, " B"]
@@ -387,14 +388,17 @@ def check_cache(
             )
 
 
-def check_cached_input(x: Array, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
+def check_cached_input(x: Array, cache: Cache, spec: AttentionSpec) -> None:
+    """Refuse new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
+    the cache.
+    """
     if x.shape[0] != cache.lengths.shape[0]:
         raise InputError(
             "x",
             "have the batch size of the cache",
             {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
         )
+    check_width("x", x, spec.d_in)
 
 
 def check_appended(

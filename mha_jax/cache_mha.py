@@ -28,10 +28,9 @@ from mha_jax.cache import (
 )
 from mha_jax.checks import (
     check_is_cache,
-    check_layer_positions,
+    check_positions,
     check_shared_kv,
     check_weights,
-    check_width,
     checked,
 )
 from mha_jax.compiled import compiled
@@ -107,15 +106,15 @@ def cached_layer(
     """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
     spec = layer.spec
     check_kernel(layer.kernel)
-    check_cached_input(x, cache)
-    check_width("x", x, spec.d_in)
+    check_cached_input(x, cache, spec)
     seq_len = x.shape[1]
     scores = layer.scores(bias)
     scores_shape = (x.shape[0], spec.num_heads, seq_len, cache.capacity)
     if mask is not None:
         check_broadcasts("mask", mask.shape, scores_shape)
     scores.check_arguments(scores_shape, x)
-    check_layer_positions(positions, x.shape[0], seq_len, spec)
+    if positions is not None:
+        check_positions(positions, x.shape[0], seq_len, spec.rope)
     # With `shared_kv` the other layer has appended the new tokens.
     if spec.shared_kv:
         before = without_new(cache, seq_len, new_lengths)

@@ -102,14 +102,8 @@ class FunctionalLayer:
     def scores(self, bias: Float[Array, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: array_of(self.weights[name]) for name in self.spec.score_shapes}
-        return Scores.of_layer(
-            self.spec,
-            bias,
-            learned,
-            training=self.training,
-            dropout_keep=self.dropout_keep,
-            dropout_rng=self.dropout_rng,
-        )
+        dropout = self.spec.dropout if self.training else 0.0
+        return Scores(self.spec, bias, learned, dropout, self.dropout_keep, self.dropout_rng)
 
 
 # ---- Modules -------------------------------------------------------------------------------------
@@ -279,10 +273,9 @@ class AttentionLayer(nnx.Module):
         learned = {
             name: cast(getattr(self, name)[...], self.dtype) for name in self.spec.score_shapes
         }
+        dropout = 0.0 if self.deterministic else self.spec.dropout
         dropout_rng = self.dropout_rng(self.spec.dropout)
-        return Scores.of_layer(
-            self.spec, bias, learned, training=not self.deterministic, dropout_rng=dropout_rng
-        )
+        return Scores(self.spec, bias, learned, dropout, dropout_rng=dropout_rng)
 
     def dropout_rng(self, rate: float) -> jax.Array | None:
         """Return a new random key if dropout applies: in training, at a rate above 0."""

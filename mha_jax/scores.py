@@ -40,21 +40,6 @@ class Scores:
     dropout_keep: Bool[Array, "*#scores"] | None = None
     dropout_rng: jax.Array | None = None
 
-    @classmethod
-    def of_layer(
-        cls,
-        spec: AttentionSpec,
-        bias: Float[Array, "*#scores"] | None,
-        learned: Mapping[str, Float[Array, "..."]],
-        *,
-        training: bool,
-        dropout_keep: Bool[Array, "*#scores"] | None = None,
-        dropout_rng: jax.Array | None = None,
-    ) -> "Scores":
-        """Return the scores of a call of a layer, which drops attention weights in training."""
-        dropout = spec.dropout if training else 0.0
-        return cls(spec, bias, learned, dropout, dropout_keep, dropout_rng)
-
     def check_arguments(self, scores_shape: tuple[int, ...], query: Array) -> None:
         """Refuse arguments of a call that do not fit the scores (B, N, T, S) or their queries."""
         if self.bias is not None:

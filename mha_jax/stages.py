@@ -214,9 +214,10 @@ def scaled_dot_product_attention(
     scores_shape = (*query.shape[:3], key.shape[2])
     full_mask.check(scores_shape)
     scores.check(scores_shape, query)
-    # Where tokens are divided, the kernel finds the padding of the local ones.
-    find = getattr(kernel, "find_padding", find_padding)
-    full_mask, key, value = zero_heads_in_padding(full_mask, key, value, find)
+    if key_padding_lengths is not None:
+        # Where tokens are divided, the kernel finds the padding of the local ones.
+        find = getattr(kernel, "find_padding", find_padding)
+        full_mask, key, value = zero_heads_in_padding(full_mask, key, value, find)
     full_mask = full_mask.as_arrays()
     if kernel is not None:
         return kernel(query, key, value, full_mask, scores), None

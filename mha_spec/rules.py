@@ -182,12 +182,13 @@ def check_names(argument: str, weights: Mapping[str, object], names: Collection[
         ValueError: if a name is missing or unexpected.
     """
     check_mapping(argument, weights)
+    if weights.keys() == set(names):
+        return
     missing = sorted(set(names) - weights.keys())
     unexpected = sorted(weights.keys() - set(names), key=str)
-    if missing or unexpected:
-        raise InputError(
-            argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
-        )
+    raise InputError(
+        argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
+    )
 
 
 def check_kernel(kernel: object) -> None:

@@ -21,7 +21,7 @@ def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 def values_at_hand(x: Tensor) -> Any:
     """Return `x.tolist()`, or None if values are unavailable or reading them waits for a device."""
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return None
     return values_of(x)
 
@@ -78,8 +78,7 @@ def is_transformed() -> bool:
     """Return whether a transform such as `vmap`, or a mode such as that of fake tensors, intercepts
     operations.
     """
-    stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-    return stack() is not None or torch._C._len_torch_dispatch_stack() > 0
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:

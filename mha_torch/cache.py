@@ -6,6 +6,7 @@ Hv value_head_dim, E d_model.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any, Self, TypeVar
 
 import torch
@@ -13,11 +14,17 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import InputError, InputTypeError
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.rules import check_holds_new, check_not_written_over
 from mha_spec.span import span_of
 from mha_torch.arrays import is_graph, is_transformed, values_at_hand
-from mha_torch.checks import check_count, check_device, check_is_cache, check_lengths
+from mha_torch.checks import (
+    check_count,
+    check_device,
+    check_is_cache,
+    check_lengths,
+    check_width,
+)
 from mha_torch.masks import Mask, as_lengths
 
 
@@ -55,7 +62,8 @@ class Cache:
     @property
     def capacity(self) -> int:
         """Number of slots per sequence."""
-        return next(iter(self.slots.values())).shape[2]
+        first, *_ = self.slots.values()
+        return first.shape[2]
 
     def with_slots(
         self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[Tensor, " B"]
@@ -270,11 +278,12 @@ def mark_written_over(before: Cache, after: Cache) -> None:
     """Mark a cache whose storage another one has, with more tokens in it, so that its next use
     raises an error.
     """
-    if is_graph() or before is after:
+    if before is after or is_graph():
         return
-    if any(x is y for x, y in zip(before.slots.values(), after.slots.values(), strict=True)):
-        # It is not a field, so that the value of the cache stays the same.
-        object.__setattr__(before, "_written_over_at", _version_of(before.lengths))
+    for x, y in zip(before.slots.values(), after.slots.values(), strict=True):
+        if x is y:
+            # It is not a field, so that the value of the cache stays the same.
+            object.__setattr__(before, "_written_over_at", _version_of(before.lengths))
 
 
 def _version_of(lengths: Tensor) -> int:
@@ -292,21 +301,25 @@ def append_checked(
 ) -> CacheT:
     """Append new tokens to each tensor of slots, without checks; `lengths` if all are known."""
     (batch_size, _, seq_len, _), device = new[0].shape, new[0].device
-    if new_lengths is not None:
-        new_lengths = as_lengths(new_lengths, device).to(cache.lengths.dtype)
-    added = seq_len if new_lengths is None else new_lengths
     if seq_len == 0:
         return cache
+    if new_lengths is None:
+        added = seq_len
+    else:
+        added = new_lengths = as_lengths(new_lengths, device).to(cache.lengths.dtype)
+    # In a compiled graph, which cannot trace `is_transformed`, lengths are unknown.
+    is_compiling = lengths is None and torch.compiler.is_compiling()
     # `torch.func` does not allow writing in place, and fake tensors have no storage.
-    if not torch.compiler.is_compiling() and is_transformed():
+    if not is_compiling and is_transformed():
         return _append_transformed(cache, new, added)
     if lengths is None:
         return _append_unknown(cache, new, added)
     written = [_writable(x) for x in cache.slots.values()]
     if lengths and new_lengths is None and min(lengths) == max(lengths):
+        stop = lengths[0] + seq_len
         for x, y in zip(written, new, strict=True):
-            x[:, :, lengths[0] : lengths[0] + seq_len] = y
-        return cache.with_slots(written, cache.lengths + added)
+            x[:, :, lengths[0] : stop] = y
+        return cache.with_slots(written, torch.full_like(cache.lengths, stop))
     token = torch.arange(seq_len, device=device)
     if new_lengths is None:
         # Both are (B, T).
@@ -492,6 +505,8 @@ def check_cache(
     capacity = cache_k.shape[2]
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         expected = (batch_size, num_kv_heads, capacity, new.shape[3])
+        if x.shape == expected and x.dtype == key.dtype and x.device == key.device:
+            continue
         if x.shape != expected:
             raise InputError(
                 name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)}
@@ -505,14 +520,17 @@ def check_cache(
         check_device(name, x, key.device, "the new keys")
 
 
-def check_cached_input(x: Tensor, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
+def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
+    """Refuse new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
+    the cache.
+    """
     if x.shape[0] != cache.lengths.shape[0]:
         raise InputError(
             "x",
             "have the batch size of the cache",
             {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
         )
+    check_width("x", x, spec.d_in)
 
 
 def check_appended(
@@ -548,7 +566,7 @@ def check_room(
         added = check_lengths("new_lengths", new_lengths, batch_size, seq_len)
     if lengths is None or added is None:
         return None
-    if any(length + new > capacity for length, new in zip(lengths, added, strict=True)):
+    if max(map(add, lengths, added), default=0) > capacity:
         rule = f"not exceed the {capacity} slots of the cache"
         raise InputError("lengths + new tokens", rule, lengths=lengths, new_lengths=added)
     return lengths

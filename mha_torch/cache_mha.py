@@ -30,10 +30,9 @@ from mha_torch.cache import (
 )
 from mha_torch.checks import (
     check_is_cache,
-    check_layer_positions,
+    check_positions,
     check_shared_kv,
     check_weights,
-    check_width,
     checked,
 )
 from mha_torch.features.latent import (
@@ -106,15 +105,15 @@ def cached_layer(
     """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
     spec = layer.spec
     check_kernel(layer.kernel)
-    check_cached_input(x, cache)
-    check_width("x", x, spec.d_in)
+    check_cached_input(x, cache, spec)
     seq_len = x.shape[1]
     scores = layer.scores(bias)
     scores_shape = (x.shape[0], spec.num_heads, seq_len, cache.capacity)
     if mask is not None:
         check_broadcasts("mask", tuple(mask.shape), scores_shape)
     scores.check_arguments(scores_shape, x)
-    check_layer_positions(positions, x.shape[0], seq_len, spec)
+    if positions is not None:
+        check_positions(positions, x.shape[0], seq_len, spec.rope)
     # With `shared_kv` the other layer has appended the new tokens.
     if spec.shared_kv:
         before = without_new(cache, seq_len, new_lengths)
@@ -136,12 +135,11 @@ def cached_layer(
     q, new = _project_new_tokens(layer.project, x, before, spec, positions)
     if not spec.shared_kv:
         cache = append_checked(before, new, new_lengths, lengths)
-    slots = _slots_in_reach(cache.capacity, spec, lengths, seq_len)
+    slots, full_mask = _slots_in_reach(mask, spec, before, lengths, seq_len)
     q, k, v, scores_spec = _keys_and_values(q, cache, slots, spec, layer.project, kv_b)
     if scores_spec is not spec:
         scores = replace(scores, spec=scores_spec)
     scores = scores.block(slice(0, seq_len), slots)
-    full_mask = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
     context = layer.kernel(q, k, v, full_mask, scores)
     # Lengths are unknown in a compiled graph or on an accelerator: sequences without room become
     # NaN instead of an error.
@@ -178,18 +176,6 @@ def _project_new_tokens(
     return q, (k, v)
 
 
-def _slots_in_reach(
-    capacity: int, spec: AttentionSpec, lengths: list[int] | None, seq_len: int
-) -> slice:
-    """Return the slots that any new token attends to; all if lengths are unknown."""
-    if lengths is None:
-        return slice(0, capacity)
-    first = min(lengths, default=0)
-    last = max(lengths, default=0)
-    filled = min(last + seq_len, capacity)  # may exceed the capacity if the last tokens are padding
-    return slice(0 if spec.span is None else max(spec.span.first(first), 0), filled)
-
-
 def _keys_and_values(
     q: Tensor,
     cache: Cache,
@@ -210,28 +196,37 @@ def _keys_and_values(
     return absorb_keys(q, kv_b, spec), latents, values, spec.absorbed
 
 
-def _mask_of_slots(
+def _slots_in_reach(
     mask: Tensor | None,
-    slots: slice,
     spec: AttentionSpec,
-    before: Tensor,
+    before: Cache,
     lengths: list[int] | None,
     seq_len: int,
-) -> Mask:
-    """Return the mask of some slots for the new tokens."""
+) -> tuple[slice, Mask]:
+    """Return the slots that any new token attends to, all if lengths are unknown, and their
+    mask.
+    """
+    if lengths is None:
+        full_mask = Mask(mask, is_causal=True, span=spec.span, q_offset=before.lengths)
+        return slice(0, before.capacity), full_mask
+    shortest = min(lengths, default=0)
+    longest = max(lengths, default=0)
+    first = 0
+    if spec.span is not None:
+        first = max(spec.span.first(shortest), 0)
+    # May exceed the capacity if the last tokens are padding.
+    stop = min(longest + seq_len, before.capacity)
+    slots = slice(first, stop)
     # A single token of equally long sequences attends to all slots of its span; biases by distance
     # need its position.
-    if lengths and seq_len == 1 and not spec.has_distance_bias and min(lengths) == max(lengths):
-        return Mask(block_of(mask, slice(0, 1), slots))
-    full_mask = Mask(mask, is_causal=True, span=spec.span, q_offset=before)
-    if lengths is None:
-        return full_mask
+    if seq_len == 1 and shortest == longest and not spec.has_distance_bias:
+        return slots, Mask(block_of(mask, slice(0, 1), slots))
+    full_mask = Mask(mask, is_causal=True, span=spec.span, q_offset=before.lengths)
     full_mask = full_mask.block(slice(0, seq_len), slots)
-    last = max(lengths, default=0)
     # A prompt: causality hides right padding.
-    if last == 0:
-        return replace(full_mask, q_offset=None)
-    return full_mask
+    if longest == 0:
+        full_mask = replace(full_mask, q_offset=None)
+    return slots, full_mask
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:

@@ -93,7 +93,7 @@ def check_lengths(
         shape = (len(lengths),)
         values = list(lengths)
     else:
-        array = _as_tensor(name, lengths)
+        array = lengths if isinstance(lengths, Tensor) else _as_tensor(name, lengths)
         if array.dtype not in _INTEGERS:
             raise InputTypeError(name, "be integers", {f"{name}.dtype": array.dtype})
         shape = tuple(array.shape)
@@ -109,10 +109,8 @@ def check_lengths(
     return values
 
 
-def _as_tensor(name: str, lengths: Tensor | Sequence[int]) -> Tensor:
-    """Return lengths as a tensor."""
-    if isinstance(lengths, Tensor):
-        return lengths
+def _as_tensor(name: str, lengths: Sequence[int]) -> Tensor:
+    """Return a sequence of lengths as a tensor."""
     try:
         return torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError):
@@ -181,7 +179,8 @@ def check_layer_inputs(
         raise InputError(
             "key", "be None (self-attention) with latents", f"a key and latent={spec.latent}"
         )
-    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+    if positions is not None:
+        check_positions(positions, query.shape[0], query.shape[1], spec.rope)
     if spec.shared_kv:
         check_shared_kv(query, key, value, spec)
         return
@@ -297,14 +296,6 @@ def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope
     check_integers("positions", positions, shapes, position_shapes(batch_size, seq_len, rope))
 
 
-def check_layer_positions(
-    positions: Tensor | None, batch_size: int, seq_len: int, spec: AttentionSpec
-) -> None:
-    """Refuse positions that do not fit; layers without RoPE and temperature ignore the rest."""
-    if positions is not None:
-        check_positions(positions, batch_size, seq_len, spec.rope)
-
-
 def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
     """Refuse parameters that do not fit the norm."""
     check_norm(norm)
@@ -329,8 +320,9 @@ def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Refuse split heads whose dtypes do not fit each other."""
     for name, x in (("key", key), ("value", value)):
-        check_same_dtype(name, x, query)
-        check_device(name, x, query.device, "query")
+        if x.dtype != query.dtype or x.device != query.device:
+            check_same_dtype(name, x, query)
+            check_device(name, x, query.device, "query")
 
 
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) -> None:
@@ -356,7 +348,8 @@ def check_project_qkv(
 ) -> None:
     """Refuse arguments of `project_qkv` that do not fit each other."""
     check_spec(spec)
-    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+    if positions is not None:
+        check_positions(positions, query.shape[0], query.shape[1], spec.rope)
 
 
 def check_attention_scores(

@@ -27,7 +27,8 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
 
 def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
     """Split the last axis into heads, without checks."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    batch_size, seq_len, width = x.shape
+    return x.view(batch_size, seq_len, num_heads, width // num_heads).transpose(1, 2)
 
 
 def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:

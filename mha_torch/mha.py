@@ -97,9 +97,8 @@ class FunctionalLayer:
     def scores(self, bias: Float[Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
-        return Scores.of_layer(
-            self.spec, bias, learned, training=self.training, dropout_keep=self.dropout_keep
-        )
+        dropout = self.spec.dropout if self.training else 0.0
+        return Scores(self.spec, bias, learned, dropout, self.dropout_keep)
 
 
 # ---- Modules -------------------------------------------------------------------------------------
@@ -219,7 +218,8 @@ class AttentionLayer(nn.Module):
     def scores(self, bias: Float[Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: getattr(self, name) for name in self.spec.score_shapes}
-        return Scores.of_layer(self.spec, bias, learned, training=self.training)
+        dropout = self.spec.dropout if self.training else 0.0
+        return Scores(self.spec, bias, learned, dropout)
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""

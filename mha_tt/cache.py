@@ -15,11 +15,18 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import InputError, InputTypeError
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.rules import check_holds_new, check_not_written_over
 from mha_spec.span import span_of
 from mha_tt.arrays import as_dtype
-from mha_tt.checks import check_count, check_dtype, check_is_cache, check_lengths, check_tiles
+from mha_tt.checks import (
+    check_count,
+    check_dtype,
+    check_is_cache,
+    check_lengths,
+    check_tiles,
+    check_width,
+)
 from mha_tt.decode.places import DecodePositions
 from mha_tt.decode.slots import extended, one_core_each, sequences, write_tokens
 from mha_tt.device import upload, upload_integers, zeros
@@ -464,8 +471,10 @@ def check_cache(
             )
 
 
-def check_cached_input(x: Tensor, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
+def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
+    """Refuse new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
+    the cache.
+    """
     check_tiles("x", x)
     dtype = next(iter(cache.slots.values())).dtype
     if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
@@ -478,6 +487,7 @@ def check_cached_input(x: Tensor, cache: Cache) -> None:
             "have the batch size of the cache",
             {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
         )
+    check_width("x", x, spec.d_in)
 
 
 def check_appended(

@@ -32,7 +32,7 @@ from mha_tt.cache import (
     without_new,
     write_rows,
 )
-from mha_tt.checks import check_is_cache, check_layer_positions, check_weights, check_width, checked
+from mha_tt.checks import check_is_cache, check_positions, check_weights, checked
 from mha_tt.decode.pages import paged
 from mha_tt.decode.slots import first_slots
 from mha_tt.decode.step import decode_step, project_new_tokens
@@ -183,14 +183,14 @@ def _check_call(
     """
     spec = layer.spec
     check_kernel(layer.kernel)
-    check_cached_input(x, cache)
-    check_width("x", x, spec.d_in)
+    check_cached_input(x, cache, spec)
     batch_size, seq_len, _ = x.shape
     scores_shape = (batch_size, spec.num_heads, seq_len, cache.capacity)
     if mask is not None:
         check_broadcasts("mask", tuple(mask.shape), scores_shape)
     scores.check_arguments(scores_shape, x)
-    check_layer_positions(positions, batch_size, seq_len, spec)
+    if positions is not None:
+        check_positions(positions, batch_size, seq_len, spec.rope)
     _check_heads_fit(cache, spec)
     before = cache
     # With `shared_kv` the other layer has appended the new tokens.

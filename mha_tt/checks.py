@@ -230,7 +230,8 @@ def check_layer_inputs(
         raise InputError(
             "key", "be None (self-attention) with latents", f"a key and latent={spec.latent}"
         )
-    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+    if positions is not None:
+        check_positions(positions, query.shape[0], query.shape[1], spec.rope)
     if spec.shared_kv:
         check_shared_kv(query, key, value, spec)
         return
@@ -346,14 +347,6 @@ def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope
     check_integers("positions", positions, shapes, position_shapes(batch_size, seq_len, rope))
 
 
-def check_layer_positions(
-    positions: object, batch_size: int, seq_len: int, spec: AttentionSpec
-) -> None:
-    """Refuse positions that do not fit; layers without RoPE and temperature ignore the rest."""
-    if positions is not None:
-        check_positions(positions, batch_size, seq_len, spec.rope)
-
-
 def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
     """Refuse parameters that do not fit the norm."""
     check_tiles("x", x)
@@ -436,7 +429,8 @@ def check_project_qkv(
 ) -> None:
     """Refuse arguments of `project_qkv` that do not fit each other."""
     check_spec(spec)
-    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+    if positions is not None:
+        check_positions(positions, query.shape[0], query.shape[1], spec.rope)
 
 
 def check_attention_scores(

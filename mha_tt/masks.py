@@ -276,11 +276,11 @@ class Mask:
         """Return the names of other fields in use, so that kernels can reject fields they do not
         support.
         """
-        return [
-            name
-            for name, x in vars(self).items()
-            if x is not None and x is not False and name not in known
-        ]
+        names = []
+        for name, x in vars(self).items():
+            if x is not None and x is not False and name not in known:
+                names.append(name)
+        return names
 
     def has_only(self, *known: str) -> bool:
         """Return whether no other field is in use."""

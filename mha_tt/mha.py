@@ -108,14 +108,8 @@ class FunctionalLayer:
     def scores(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
-        return Scores.of_layer(
-            self.spec,
-            bias,
-            learned,
-            training=self.training,
-            dropout_keep=self.dropout_keep,
-            seed=self.seed,
-        )
+        dropout = self.spec.dropout if self.training else 0.0
+        return Scores(self.spec, bias, learned, dropout, self.dropout_keep, self.seed)
 
     @property
     def plain_weights(self) -> Mapping[str, Tensor]:
@@ -258,9 +252,8 @@ class AttentionLayer:
     def scores(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
-        return Scores.of_layer(
-            self.spec, bias, learned, training=self.training, seed=self._draw_seed()
-        )
+        dropout = self.spec.dropout if self.training else 0.0
+        return Scores(self.spec, bias, learned, dropout, seed=self._draw_seed())
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""

@@ -51,21 +51,6 @@ class Scores:
     dropout_keep: Bool[np.ndarray, "*#scores"] | None = None
     seed: int = 0
 
-    @classmethod
-    def of_layer(
-        cls,
-        spec: AttentionSpec,
-        bias: Float[np.ndarray | Tensor, "*#scores"] | None,
-        learned: Mapping[str, Float[Tensor, "..."]],
-        *,
-        training: bool,
-        dropout_keep: Bool[np.ndarray, "*#scores"] | None = None,
-        seed: int = 0,
-    ) -> Scores:
-        """Return the scores of a call of a layer, which drops attention weights in training."""
-        dropout = spec.dropout if training else 0.0
-        return cls(spec, bias, learned, dropout, dropout_keep, seed)
-
     def check_arguments(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse arguments of a call that do not fit the scores (B, N, T, S) or their queries."""
         if self.bias is not None:

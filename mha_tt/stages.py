@@ -265,7 +265,8 @@ def scaled_dot_product_attention(
     scores_shape = (*tuple(query.shape)[:3], key.shape[2])
     full_mask.check(scores_shape)
     scores.check(scores_shape, query)
-    key, value = zero_heads_in_padding(full_mask, key, value)
+    if key_padding_lengths is not None:
+        key, value = zero_heads_in_padding(full_mask, key, value)
     if kernel is not None:
         return kernel(query, key, value, full_mask, scores), None
     context, attn_weights = attend(query, key, value, full_mask, scores, compute_kernel_config)

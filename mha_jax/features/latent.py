@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from mha_jax.arrays import Array, at_least_float32
 from mha_jax.cache import Cache, append_checked, check_cache, check_room, num_added
-from mha_jax.checks import check_count, check_is_cache, check_latents
+from mha_jax.checks import check_count, check_features, check_is_cache, check_latents
 from mha_jax.features.rope import apply_rope
 from mha_jax.features.temperature import apply_temperature
 from mha_jax.heads import split_heads
@@ -73,10 +73,15 @@ def project_latents(
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     if latent.q_rank is None:
         q = project("q_proj", x)
+        check_features("q_proj", q, spec.q_width)
     else:
-        q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
+        q = project("q_a_proj", x)
+        check_features("q_a_proj", q, latent.q_rank)
+        q = project("q_b_proj", _normed(project, "q_a_norm", q, latent))
+        check_features("q_b_proj", q, spec.q_width)
     q = split_heads(q, spec.num_heads)
     compressed = project("kv_a_proj", x)
+    check_features("kv_a_proj", compressed, latent.width)
     normed = _normed(project, "kv_a_norm", compressed[..., : latent.kv_rank], latent)
     shared = compressed[..., latent.kv_rank :]
     latents = jnp.concatenate([normed, shared], axis=-1)[:, None]
@@ -108,7 +113,9 @@ def expand_latents(
     check_latents("latents", latents, latent)
     shared = latents[..., latent.kv_rank :]
     unshared_features = spec.head_dim - latent.rope_dim
-    kv = split_heads(project("kv_b_proj", latents[:, 0, :, : latent.kv_rank]), spec.num_heads)
+    kv = project("kv_b_proj", latents[:, 0, :, : latent.kv_rank])
+    check_features("kv_b_proj", kv, spec.num_heads * (unshared_features + spec.value_head_dim))
+    kv = split_heads(kv, spec.num_heads)
     shared = broadcast_like(shared, kv)
     keys = jnp.concatenate([kv[..., :unshared_features], shared], axis=-1)
     return keys, kv[..., unshared_features:]

@@ -14,7 +14,6 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from mha_jax.arrays import Array, cast
-from mha_jax.cache import check_cached_input
 from mha_jax.cache_mha import cached_layer
 from mha_jax.checks import check_is_cache, check_weights, checked
 from mha_jax.features.latent import LatentCache, init_latent_cache
@@ -54,7 +53,6 @@ def multi_head_latent_attention(
     x, bias, weights = cast((x, bias, weights), dtype)
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
-    check_cached_input(x, cache)
     absorb = spec.absorbs(x.shape[1], cache.capacity) if absorb is None else absorb
     return cached_layer(
         FunctionalLayer(weights, spec, kernel),
@@ -130,7 +128,6 @@ class MultiHeadLatentAttention(AttentionLayer):
         Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
         """
         check_is_cache(cache, LatentCache)
-        check_cached_input(x, cache)
         x, bias = cast((x, bias), self.dtype)
         if self.spec.absorbs(x.shape[1], cache.capacity):
             kv_b = self._kv_b()

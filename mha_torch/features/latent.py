@@ -77,11 +77,15 @@ def project_latents(
         positions = torch.arange(x.shape[1], device=x.device)[None]
     if latent.q_rank is None:
         q = project("q_proj", x)
+        check_features("q_proj", q, spec.q_width)
     else:
-        q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
-    check_features("q_proj" if latent.q_rank is None else "q_b_proj", q, spec.q_width)
+        q = project("q_a_proj", x)
+        check_features("q_a_proj", q, latent.q_rank)
+        q = project("q_b_proj", _normed(project, "q_a_norm", q, latent))
+        check_features("q_b_proj", q, spec.q_width)
     q = split_heads(q, spec.num_heads)
     compressed = project("kv_a_proj", x)
+    check_features("kv_a_proj", compressed, latent.width)
     normed = _normed(project, "kv_a_norm", compressed[..., : latent.kv_rank], latent)
     shared = compressed[..., latent.kv_rank :]
     latents = torch.cat([normed, shared], dim=-1)[:, None]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec, spec_from
 from mha_torch.arrays import is_distributed
-from mha_torch.cache import check_cached_input
 from mha_torch.cache_mha import cache_dtype, cached_layer
 from mha_torch.checks import check_is_cache, check_weights, checked
 from mha_torch.features.latent import LatentCache, init_latent_cache
@@ -52,7 +51,6 @@ def multi_head_latent_attention(
     check_latent(spec)
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
-    check_cached_input(x, cache)
     absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
     return cached_layer(
         FunctionalLayer(weights, spec, kernel),
@@ -127,7 +125,6 @@ class MultiHeadLatentAttention(AttentionLayer):
         Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
         """
         check_is_cache(cache, LatentCache)
-        check_cached_input(x, cache)
         if self.full_spec.absorbs(x.shape[1]):
             kv_b = self._kv_b()
         else:

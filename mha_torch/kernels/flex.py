@@ -25,9 +25,6 @@ from mha_torch.scores import Scores
 # Missing in older PyTorch.
 _CAN_COMPILE = find_spec("triton") is not None and hasattr(library, "AuxRequest")
 
-DEVICE_TYPE = "cuda"
-"""Type of device on which it is compiled into one kernel; elsewhere it is slow."""
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDTHS = range(16, 257)
 _BLOCK_SIZE = 128
@@ -37,6 +34,13 @@ MANY_SCORES = 2**25
 """Number of scores (B·N·T·S) from which it is faster than other kernels; below, its dispatch
 dominates.
 """
+
+
+def is_on_device(x: Tensor) -> bool:
+    """Return whether x is on a device for which it is compiled into one kernel; elsewhere it is
+    slow.
+    """
+    return x.is_cuda
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> bool:

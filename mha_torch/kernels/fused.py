@@ -34,8 +34,9 @@ def attend(
 
     Source: torch.nn.functional.scaled_dot_product_attention.
     """
-    is_forward_mode = _is_forward_mode()
-    can_be_flex = query.device.type == flex.DEVICE_TYPE and not is_forward_mode
+    # Tangents may be hidden below other transforms.
+    is_forward_mode = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
+    can_be_flex = flex.is_on_device(query) and not is_forward_mode
     if can_be_flex and flex.supports(query, key, value, mask, scores):
         return flex.attend(query, key, value, mask, scores)
     if is_forward_mode or not sdpa.supports(scores):
@@ -43,10 +44,3 @@ def attend(
     if mask.span is not None and windows.supports(query, key, value, mask):
         return windows.attend(query, key, value, mask, scores)
     return sdpa.attend(query, key, value, mask, scores)
-
-
-def _is_forward_mode() -> bool:
-    """Return whether forward-mode differentiation is active. Tangents may be hidden below other
-    transforms.
-    """
-    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0

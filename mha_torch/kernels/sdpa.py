@@ -64,15 +64,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
     scale = spec.score_scale
     rate = scores.dropout
     sinks = scores.learned.get("sinks")
-    # Blocks of queries share a bias that depends on distances only, as that of a grid does not.
-    # Without causality it is faster to compute a relative bias at once.
-    in_blocks = spec.alibi_slopes is not None or (
-        isinstance(spec.relative_bias, RelativeBias) and mask.is_causal
-    )
-    if in_blocks and query.shape[2] > _QUERIES_WITH_BIAS:
-        return _attend_in_query_blocks(query, key, value, mask, scores)
-    is_plain = mask.has_only("is_causal", "key_padding_lengths")
-    if is_plain and scores.bias is None and not spec.has_distance_bias:
+    has_bias = scores.bias is not None or spec.has_distance_bias
+    if not has_bias and mask.has_only("is_causal", "key_padding_lengths"):
         if mask.key_padding_lengths is None:  # no mask, or one that the kernel supports
             return sdpa(
                 query, key, value, sinks, is_causal=mask.is_causal, dropout=rate, scale=scale
@@ -81,10 +74,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
         if lengths and all(lengths):  # no row is fully masked
             return _attend_by_sequence(query, key, value, lengths, scores, is_causal=mask.is_causal)
     is_packed = mask.segment_ids is not None and mask.has_only("is_causal", "segment_ids")
-    if is_packed and scores.bias is None and not spec.has_distance_bias:
+    if is_packed and not has_bias:
         segments = known_segments(query, mask)
         if segments is not None:
             return _attend_by_segment(query, key, value, segments, scores, is_causal=mask.is_causal)
+    # Blocks of queries share a bias that depends on distances only, as that of a grid does not.
+    # Without causality it is faster to compute a relative bias at once.
+    in_blocks = spec.alibi_slopes is not None or (
+        isinstance(spec.relative_bias, RelativeBias) and mask.is_causal
+    )
+    if in_blocks and query.shape[2] > _QUERIES_WITH_BIAS:
+        return _attend_in_query_blocks(query, key, value, mask, scores)
     seq_len_k = key.shape[2]
     bias = scores.bias
     hidden = mask.with_bias(bias).to_bool(query.shape[2], seq_len_k, query.device)
@@ -172,7 +172,9 @@ def sdpa(
         context = F.scaled_dot_product_attention(query, key, value, **options)
     if context.shape[3] != width:
         context = context[..., :width]
-    return context.to(dtype)
+    if context.dtype != dtype:
+        context = context.to(dtype)
+    return context
 
 
 def _call_on_cuda(
@@ -360,7 +362,7 @@ def known_segments(query: Tensor, mask: Mask) -> list[list[int]] | None:
     if a segment is in pieces, which attend to each other, or if segments are short.
     """
     ids = mask.segment_ids
-    if ids is None or isinstance(ids, tuple) or query.device.type != "cpu":
+    if ids is None or isinstance(ids, tuple) or not query.is_cpu:
         return None
     # A tool that observes operations, as `parity.identify` does, finds the segments in a mask.
     if is_transformed():
@@ -384,7 +386,7 @@ def known_lengths(query: Tensor, mask: Mask) -> list[int] | None:
     unavailable.
     """
     lengths = mask.key_padding_lengths
-    if lengths is None or query.device.type != "cpu":
+    if lengths is None or not query.is_cpu:
         return None
     if isinstance(lengths, (list, tuple)):
         return list(lengths)

@@ -29,6 +29,7 @@ from mha_tt.cache import (
 from mha_tt.checks import (
     check_count,
     check_dtype,
+    check_features,
     check_is_cache,
     check_latent_heads,
     check_latents,
@@ -177,7 +178,9 @@ def expand_latents(
         )
         return keys, values
     compressed = ttnn.reshape(latents[:, :, :, :kv_rank], (batch_size, seq_len, kv_rank))
-    kv = split_heads(project("kv_b_proj", compressed), spec.num_heads)
+    kv = project("kv_b_proj", compressed)
+    check_features("kv_b_proj", kv, padded_width("kv_b_proj", spec))
+    kv = split_heads(kv, spec.num_heads)
     shared = ttnn.repeat(latents[:, :, :, kv_rank:], (1, spec.num_heads, 1, 1))
     keys = _concat_features(kv[:, :, :, :unshared_features], shared)
     return keys, kv[:, :, :, unshared_features:]
@@ -281,10 +284,15 @@ def _latent_parts(
     latent, (batch_size, seq_len, _) = check_latent(spec), x.shape
     if latent.q_rank is None:
         q = project("q_proj", x)
+        check_features("q_proj", q, padded_width("q_proj", spec))
     else:
-        q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
+        q = project("q_a_proj", x)
+        check_features("q_a_proj", q, padded_width("q_a_proj", spec))
+        q = project("q_b_proj", _normed(project, "q_a_norm", q, latent))
+        check_features("q_b_proj", q, padded_width("q_b_proj", spec))
     q = split_heads(q, spec.num_heads)
     compressed = project("kv_a_proj", x)
+    check_features("kv_a_proj", compressed, padded_width("kv_a_proj", spec))
     if 0 in (batch_size, seq_len):
         return q, compressed, compressed
     kv_rank = padded_features("kv_a_norm", spec)

@@ -12,7 +12,15 @@ from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 
 import parity
-from mha_spec import Alibi, AttentionSpec, GridBias, RelativeBias, RelativeProducts, Rope
+from mha_spec import (
+    Alibi,
+    AttentionSpec,
+    GridBias,
+    Latent,
+    RelativeBias,
+    RelativeProducts,
+    Rope,
+)
 
 
 @dataclass(frozen=True)
@@ -382,6 +390,31 @@ STAGES = {
 def test_stage_rejects_bad_input(sibling, name):
     """Each stage of attention raises an error for bad input."""
     assert_error(sibling, *STAGES[name])
+
+
+OTHER_INPUT = AttentionSpec(64, 2, d_in=160)
+"""A layer whose input is as wide as the output of none of its projections."""
+
+PROJECTED = [
+    OTHER_INPUT,
+    OTHER_INPUT.replace(fused_qkv=True),
+    OTHER_INPUT.replace(head_dim=64, latent=Latent(32, 32, q_rank=32)),
+]
+
+
+def echoing(project, replaced):
+    """Return projections of which one returns its input."""
+    return lambda name, x: x if name == replaced else project(name, x)
+
+
+def test_width_of_each_projection_is_checked(sibling):
+    """Each projection that returns its input raises an error with its name."""
+    x = ones(2, 3, 160).of(sibling)
+    for spec in PROJECTED:
+        project = sibling.package.project_with(of_layer(spec)(sibling), spec)
+        for name in spec.qkv_projections if not spec.fused_qkv else ["qkv_proj"]:
+            with refuses(name, "features"):
+                sibling.package.project_qkv(echoing(project, name), x, x, x, spec)
 
 
 # ---- Attention of split heads --------------------------------------------------------------------

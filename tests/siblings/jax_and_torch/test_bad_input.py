@@ -353,13 +353,6 @@ def test_empty_masks_raise(sibling, name):
     refused(sibling, *EMPTY_MASKS[name])
 
 
-def test_indivisible_width_raises(sibling):
-    """A projection that returns 8 features for 3 heads raises an error."""
-    inputs = [sibling.array(np.ones((2, 3, 8), np.float32))] * 3
-    with refuses("q_proj", "8 features"):
-        sibling.package.project_qkv(lambda name, x: x, *inputs, spec=AttentionSpec(9, 3))
-
-
 @ONLY_TORCH
 @pytest.mark.parametrize("name", ["query", "key", "value", "mask", "bias"])
 def test_torch_module_rejects_numpy(sibling, name):

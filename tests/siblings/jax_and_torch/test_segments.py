@@ -185,7 +185,7 @@ def of_torch(request, monkeypatch):
     blocks.
     """
     if request.param == "flex":
-        monkeypatch.setattr(flex, "DEVICE_TYPE", "cpu")
+        monkeypatch.setattr(flex, "is_on_device", lambda x: x.is_cpu)
         monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
         monkeypatch.setattr(flex, "MANY_SCORES", 0)
         monkeypatch.setattr(flex, "_kernel", lambda: library.flex_attention)

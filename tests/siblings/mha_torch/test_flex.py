@@ -50,7 +50,7 @@ def on_a_cpu(monkeypatch):
     """Make the module support the calls it supports on CUDA, with the library's uncompiled function
     as its kernel.
     """
-    monkeypatch.setattr(flex, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(flex, "is_on_device", lambda x: x.is_cpu)
     monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
     monkeypatch.setattr(flex, "MANY_SCORES", 0)
     monkeypatch.setattr(flex, "_kernel", lambda: library.flex_attention)
@@ -232,7 +232,7 @@ def test_flex_replaces_only_masked_sdpa(monkeypatch):
     """FlexAttention is used for features that need a mask otherwise, but never with masks, biases,
     dropout, few scores or forward mode.
     """
-    monkeypatch.setattr(flex, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(flex, "is_on_device", lambda x: x.is_cpu)
     monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
     monkeypatch.setattr(flex, "MANY_SCORES", 3 * 4 * 5 * 5)
     monkeypatch.setattr(flex, "attend", lambda query, *others, **options: "flex")
