@@ -36,6 +36,8 @@ extensions = [
 ]
 exclude_patterns = ["README.md", "parts"]
 suppress_warnings = ["misc.highlighting_failure"]  # … stands for code that is left out
+highlight_language = "text"  # a block without a language is a command or its output
+smartquotes = False  # options and quoted patterns are copied into a shell
 
 # ---- Pages ---------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ document.addEventListener("DOMContentLoaded", () => {
   if (!document.querySelector("h1")) {
     const heading = document.createElement("h1");
     heading.textContent = document.title.split(" - ")[0];
+    heading.className = "visually-hidden"; // the page of a search has a visible heading of a lower level
     document.querySelector("article")?.prepend(heading);
   }
 });

@@ -46,7 +46,8 @@ PAGES = (
         "how-to/which-tool",
         "how-to/ci",
         "explanation/why-not-allclose",
-        "explanation/in-pictures",
+        "explanation/positions",
+        "how-to/own-layer",
         "evidence/field",
     ),
     *(
