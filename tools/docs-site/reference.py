@@ -459,7 +459,7 @@ def bugs_page() -> str:
     ]
     return "\n\n".join(
         [
-            "# Diagnosis table",
+            "# Every known bug and its fix",
             f"`mha-parity diagnose` can inject {len(rows)} bugs into the reference. A result "
             f"that the reference with a "
             "bug reproduces is explained by that bug. The stage is the first one that can differ.",
