@@ -722,6 +722,7 @@ def test_targets_are_met_by_their_worst_row(results):
     assert found[0] == ("≥ 1", "0.90 to 1.20", "**no**", "y")
     assert found[1] == ("≤ 1.2", "0.90 to 1.20", "yes", "")
     assert found[2] == ("≥ 2", "2.00", "yes", "")
+    assert measurements.digits_of(2.9993, 3) == "2.999"  # not 3.00, which meets the bound
     results("targets.json", [{**target, "rows": {"what": "absent"}, "at_least": 1}])
     with pytest.raises(ValueError, match="have rows for 'x'"):
         list(measurements.targets())

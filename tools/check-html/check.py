@@ -30,8 +30,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 CONTROL = b"""<!DOCTYPE html><html><head><title>x</title></head><body><img src="http://127.0.0.1:9/x.png">
 <p style="color: #eee; background: white">pale</p><div style="width: 5000px">wide</div>
 <table><tr><td>&ndash;option</td></tr></table><div class="highlight-default"><pre>print</pre></div>
-<img alt="white" src="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' width='9' height='9'%3E
-%3Crect width='9' height='9' fill='white'/%3E%3C/svg%3E"><ol id="search-results"><li><a href="source/x">x</a></li></ol>
+<img alt="white" src="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' width='9'
+height='9'%3E%3Crect width='9' height='9' fill='white'/%3E%3C/svg%3E">
+<ol id="search-results"><li><a href="source/x">x</a></li></ol>
 <script>throw Error("oops")</script></body></html>"""
 
 
