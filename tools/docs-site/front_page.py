@@ -14,7 +14,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "how-to" / "own-layer.md"
 
-COLUMNS = 92
+COLUMNS = 72
 FONT_SIZE, LINE_HEIGHT, MARGIN = 14, 21, 20
 CHARACTER = 0.6 * FONT_SIZE
 """Width of a character, which holds for any font because each line states its length."""
