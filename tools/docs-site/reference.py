@@ -163,7 +163,7 @@ def layer_page(package: str, name: str) -> str:
     parts = [
         title(f"{package}.{name}", "="),
         ".. highlight:: default",
-        f".. autoclass:: {package}.{name}\n{members}",
+        f".. autoclass:: {package}.{name}{signature_of(layer)}\n{members}",
         title("Arguments of the constructor", "-"),
         rst_table(("argument", "meaning"), constructor_arguments(layer)),
         title("Fields of the specification", "-"),
@@ -178,6 +178,26 @@ def layer_page(package: str, name: str) -> str:
             rst_table(("argument", "meaning"), rows),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def signature_of(layer: Any) -> str:
+    """The signature of a layer's constructor, which a metaclass may hide."""
+    _, *parameters = inspect.signature(layer.__init__).parameters.values()
+    words, is_marked = [], False
+    for parameter in parameters:
+        if parameter.kind == inspect.Parameter.KEYWORD_ONLY and not is_marked:
+            words.append("*")
+            is_marked = True
+        default = parameter.default
+        if parameter.kind == inspect.Parameter.VAR_KEYWORD:
+            words.append(f"**{parameter.name}")
+        elif default is inspect.Parameter.empty:
+            words.append(parameter.name)
+        elif default is None or isinstance(default, bool | int | float | str):
+            words.append(f"{parameter.name}={default!r}")
+        else:  # such as a dtype
+            words.append(f"{parameter.name}={getattr(default, '__name__', '…')}")
+    return f"({', '.join(words)})"
 
 
 def constructor_arguments(layer: type) -> list[tuple[str, str]]:
