@@ -569,10 +569,11 @@ def test_terminal_colors_are_readable():
     with the background.
     """
     text = (ROOT / "docs" / "_static" / "site.css").read_text("utf-8")
-    light, dark, chosen = (
+    colors_of_blocks = (
         re.findall(r"--ansi-(\w+): (#\w{6})", block)
         for block in re.split(r"\n(?=@media|body\[)", text)
     )
+    light, dark, chosen = filter(None, colors_of_blocks)
     assert len(light) == len(dark) == 8
     assert dark == chosen
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
