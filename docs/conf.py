@@ -4,6 +4,7 @@ tools/docs-site/stage.py fills.
 
 import logging
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -36,6 +37,8 @@ extensions = [
 ]
 exclude_patterns = ["README.md", "parts"]
 suppress_warnings = ["misc.highlighting_failure"]  # … stands for code that is left out
+highlight_language = "text"  # a block without a language is a command or its output
+smartquotes = False  # options and quoted patterns are copied into a shell
 
 # ---- Pages ---------------------------------------------------------------------------------------
 
@@ -62,6 +65,13 @@ def add_download(app, doctree) -> None:
         link += nodes.inline(text="Download this notebook with its results")
         title = next(doctree.findall(nodes.title))
         title.parent.insert(1, nodes.paragraph("", "", link))
+
+
+def add_dashes(app, doctree) -> None:
+    """Show a dash between an argument and its meaning, where Sphinx writes two hyphens."""
+    for text in list(doctree.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" – "))
 
 
 def print_seconds(app, env) -> None:
@@ -94,6 +104,10 @@ def as_restructured_text(app, what, name, obj, options, lines) -> None:
             and not line.startswith(" ")
         ):
             lines[i] += ":"  # the block of code that follows is indented
+    if what == "class" and name.rpartition(".")[2].startswith("MultiHead"):
+        # The base class has no page of its own.
+        text = re.sub(r"see\s+`AttentionLayer`", "see the table below", "\n".join(lines))
+        lines[:] = text.splitlines()
     if what in {"attribute", "property", "data"}:
         lines.insert(0, "")  # or the words before a colon in the first line would be its type
 
@@ -101,6 +115,7 @@ def as_restructured_text(app, what, name, obj, options, lines) -> None:
 def setup(app) -> None:
     """Sphinx calls this."""
     app.connect("doctree-read", add_download, priority=100)  # before downloads are collected
+    app.connect("doctree-read", add_dashes)
     app.connect("env-updated", print_seconds)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=1)
 

@@ -25,6 +25,7 @@ from wild.sets import BUGS, RIGHTS
 
 import parity
 from parity.explain.mutating.bugs import names as bugs_to_inject
+from parity.measure.core.stages import PATHS, STAGES
 from parity.measure.core.weights import save_tensors
 from parity.port.conversion.layouts import LAYOUTS
 from parity_lab.injections import INJECTIONS
@@ -115,13 +116,56 @@ def test_generated_pages_list_every_entry():
     assert commands.keys() == {f"reference/cli/{name}" for name in ("index", *COMMANDS)}
     assert "`--json PATH`" in commands["reference/cli/run"]
     for page, names in {
-        reference.cases_page(): parity.CASES,
+        reference.cases_tables(): parity.CASES,
         reference.families_page(): FAMILIES | NOT_COVERED,
-        reference.layouts_page(): LAYOUTS,
+        reference.layouts_tables(): LAYOUTS,
         reference.bugs_page(): bug_by_name(),
         reference.schemas_page(): {key for schema in SCHEMAS.values() for key in schema.keys},
     }.items():
         assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_tables_of_the_reference_are_current():
+    """The generated tables in docs/reference are those of the code, and each stage of a layer is on
+    its page with its axes.
+    """
+    import reference
+
+    for name, tables in reference.generated_parts().items():
+        page = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+        assert page.partition(reference.MARK)[2] == f"\n{tables}", (
+            "run `python tools/docs-site/reference.py`"
+        )
+    page = (ROOT / "docs" / "reference" / "stages.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| (`[^|]+) \| (\(.+?\)) \|", page, re.MULTILINE))
+    axes = {name: letters for names, letters in rows.items() for name in names.split(", ")}
+    stages = [name for name in STAGES if name.partition(".")[0] not in {*PATHS, "grad"}]
+    assert [name for name in stages if f"`{name}`" not in axes] == []
+    for name in stages:
+        letters = set(re.findall(r"[A-Z]+", axes[f"`{name}`"]))
+        assert {*STAGES[name]} <= letters, name
+
+
+def test_layer_pages_have_all_arguments():
+    """The page of a layer has each argument of its constructor, each field of AttentionSpec, and
+    the arguments of a call that hide keys.
+    """
+    import reference
+
+    page = reference.layer_page("mha_torch", "MultiHeadAttention")
+    arguments = re.findall(r"^   \* - `(\w+)`$", page, re.MULTILINE)
+    names = [field.name for field in fields(parity.AttentionSpec)]
+    masks = ["mask", "is_causal", "key_padding_lengths", "segment_ids"]
+    assert arguments == ["spec", "num_heads", "device", "dtype", "fields", *names, *masks]
+
+
+def test_picture_of_first_page_is_current():
+    """The pictures of README.md show the session of their page, which another test runs."""
+    import front_page
+
+    assert front_page.session()[1:]
+    for path, picture in front_page.pictures().items():
+        assert path.read_text("utf-8") == picture, "run `python tools/docs-site/front_page.py`"
 
 
 def test_simulator_page_lists_every_case():
@@ -254,7 +298,7 @@ def test_spec_fields_have_recorded_support():
             feature.key for feature in (*support.FEATURES, *support.ARGUMENTS)
         }
     rows = re.findall(
-        r"^\| `(\w+)` \| .+ \| (.+) \| .+ \|$", reference.attention_spec_page(), re.MULTILINE
+        r"^\| `(\w+)` \| .+ \| (.+) \| .+ \|$", reference.attention_spec_tables(), re.MULTILINE
     )
     assert [name for name, _ in rows] == names
     assert all(len(meaning) > 10 for _, meaning in rows)
@@ -525,10 +569,11 @@ def test_terminal_colors_are_readable():
     with the background.
     """
     text = (ROOT / "docs" / "_static" / "site.css").read_text("utf-8")
-    light, dark, chosen = (
+    colors_of_blocks = (
         re.findall(r"--ansi-(\w+): (#\w{6})", block)
         for block in re.split(r"\n(?=@media|body\[)", text)
     )
+    light, dark, chosen = filter(None, colors_of_blocks)
     assert len(light) == len(dark) == 8
     assert dark == chosen
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
@@ -678,6 +723,7 @@ def test_targets_are_met_by_their_worst_row(results):
     assert found[0] == ("≥ 1", "0.90 to 1.20", "**no**", "y")
     assert found[1] == ("≤ 1.2", "0.90 to 1.20", "yes", "")
     assert found[2] == ("≥ 2", "2.00", "yes", "")
+    assert measurements.digits_of(2.9993, 3) == "2.999"  # not 3.00, which meets the bound
     results("targets.json", [{**target, "rows": {"what": "absent"}, "at_least": 1}])
     with pytest.raises(ValueError, match="have rows for 'x'"):
         list(measurements.targets())
@@ -720,16 +766,6 @@ def test_page_lists_every_measurement_file():
     assert {*IMAGE.findall(text)} >= {"ratios-epyc", "growth-epyc", "ratios-h200"}
     assert text.count(":::{dropdown}") > 14
     assert measurements.targets_table().count("\n") > 10
-
-
-def test_tool_tree_names_tools_of_the_table():
-    """All tools of the drawn tree are linked on the page that tells which tool to use."""
-    import pictures
-
-    page = (ROOT / "docs" / "how-to" / "which-tool.md").read_text("utf-8")
-    tools = {tool for questions in pictures.TOOLS.values() for tool in questions.values()}
-    assert tools <= set(re.findall(r"\[`([^`]+)`\]\(", page))
-    assert pictures.which_tool().image("svg").startswith(b"<?xml")
 
 
 def test_each_search_rule_leaves_fewer_bugs():

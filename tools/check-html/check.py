@@ -29,8 +29,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 CONTROL = b"""<!DOCTYPE html><html><head><title>x</title></head><body><img src="http://127.0.0.1:9/x.png">
 <p style="color: #eee; background: white">pale</p><div style="width: 5000px">wide</div>
+<table><tr><td>&ndash;option</td></tr></table><div class="highlight-default"><pre>print</pre></div>
+<img alt="white" src="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' width='9'
+height='9'%3E%3Crect width='9' height='9' fill='white'/%3E%3C/svg%3E">
+<ol id="search-results"><li><a href="source/x">x</a></li></ol>
 <script>throw Error("oops")</script></body></html>"""
 
+
+LOOKS = ("in a table", "highlighted as Python", "white picture", "finds sources")
+"""Sentences about the control page, which looks wrong in each of these ways."""
 
 SITE = ROOT / "build" / "docs" / "html"
 PAGES = (
@@ -46,11 +53,15 @@ PAGES = (
         "how-to/which-tool",
         "how-to/ci",
         "explanation/why-not-allclose",
-        "explanation/in-pictures",
+        "explanation/positions",
+        "how-to/own-layer",
         "evidence/field",
     ),
     *(
         "reference/api/mha_torch",
+        "reference/api/mha_jax.MultiHeadAttention",
+        "reference/layouts",
+        "reference/index",
         "reference/cli/run",
         "reference/bugs",
         "reference/families",
@@ -122,6 +133,7 @@ def faults(found: dict) -> list[str]:
             for view in found["views"]
             if view["overflow"] > 0
         ),
+        *found["looks"],
         *(["its status is not 0"] if found["status"] else []),
     ]
 
@@ -135,6 +147,7 @@ def unseen(found: dict) -> list[str]:
         <= {fault["id"] for fault in found["violations"]},
         "the width, in each view": bool(found["views"])
         and all(view["overflow"] > 0 for view in found["views"]),
+        **{f"what looks wrong: {words}": words in " ".join(found["looks"]) for words in LOOKS},
         "the status": found["status"] == 1,
     }
     return [f"not detected: {what}" for what, is_seen in seen.items() if not is_seen]

@@ -86,11 +86,23 @@ def targets() -> Iterator[tuple[str, str, str, str, str]]:
         if not values:
             raise ValueError(f"benchmarks/targets.json must have rows for {target['about']!r}")
         least = target.get("at_least")
-        is_met = values[0] >= least if least is not None else values[-1] <= target["at_most"]
-        bound = f"≥ {least:g}" if least is not None else f"≤ {target['at_most']:g}"
-        shown = " to ".join(dict.fromkeys(f"{value:.2f}" for value in (values[0], values[-1])))
+        if least is not None:
+            is_met, bound, sign = values[0] >= least, least, "≥"
+        else:
+            is_met, bound, sign = values[-1] <= target["at_most"], target["at_most"], "≤"
+        ends = [digits_of(value, None if is_met else bound) for value in (values[0], values[-1])]
+        shown = " to ".join(dict.fromkeys(ends))
         reason = "" if is_met else target.get("cause", "not examined")
-        yield target["about"], bound, shown, "yes" if is_met else "**no**", reason
+        yield target["about"], f"{sign} {bound:g}", shown, "yes" if is_met else "**no**", reason
+
+
+def digits_of(value: float, missed: float | None) -> str:
+    """A value with two decimals, or as many as distinguish it from the bound that it misses."""
+    for decimals in (2, 3, 4):
+        text = f"{value:.{decimals}f}"
+        if missed is None or value == missed or float(text) != missed:
+            return text
+    return f"{value:.5f}"
 
 
 def values_of(target: dict[str, Any]) -> Iterator[float]:

@@ -35,6 +35,9 @@ ELSEWHERE = {
 REPLACED = {"docs/README.md": "index", "benchmarks/results": "evidence/benchmarks"}
 """Pages and folders that the site has in another form."""
 
+STYLE = Path(__file__).with_name("matplotlibrc")
+"""Colors of pictures, which fit the light and the dark site."""
+
 OF_TT = DOCS / "tutorials" / "ttnn.md"
 NOT_EXECUTED = """
 :::{attention}
@@ -107,7 +110,8 @@ class Site:
     def view(self, path: Path) -> None:
         """Write the page of a file of the source, or of a folder: the list of its files."""
         name = view_of(path)
-        head = f"---\norphan: true\n---\n\n# {path.relative_to(ROOT)}\n\n"
+        # A search for a word should find pages about it, not sources with it.
+        head = f"---\norphan: true\nnosearch: true\n---\n\n# {path.relative_to(ROOT)}\n\n"
         if path.is_file():
             language = LANGUAGES.get(path.suffix, "text")
             self.write(name, f"{head}`````{language}\n{path.read_text('utf-8').rstrip()}\n`````\n")
@@ -127,6 +131,13 @@ class Site:
 def view_of(path: Path) -> str:
     """The name of the page that shows a file of the source."""
     return f"source/{path.relative_to(ROOT)}"
+
+
+def table_of_tools(folder: Path) -> str:
+    """The table of a staged page, with links as they lead from the first page of the site."""
+    page = (folder / "how-to" / "which-tool.md").read_text("utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    return LINK.sub(lambda link: os.path.normpath(f"how-to/{link[0]}"), "\n".join(rows)) + "\n"
 
 
 def write_kernel(folder: Path, name: str, python: Path) -> None:
@@ -149,7 +160,7 @@ def write_kernel(folder: Path, name: str, python: Path) -> None:
         "argv": command,
         "display_name": name,
         "language": "python",
-        "env": {"TT_METAL_LOGGER_LEVEL": "off"},
+        "env": {"TT_METAL_LOGGER_LEVEL": "off", "MATPLOTLIBRC": str(STYLE)},
     }
     kernel.write_text(json.dumps(content), "utf-8")
 
@@ -201,7 +212,7 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
     for name, text in reference.endings().items():
         path = folder / f"{name}.md"
         path.write_text(f"{path.read_text('utf-8')}\n{text}", "utf-8")
-    for name, text in parts().items():
+    for name, text in {**parts(), "which-tool": table_of_tools(folder)}.items():
         site.write(f"parts/{name}", text)
     for name, picture in pictures().items():
         path = folder / "pictures" / name
