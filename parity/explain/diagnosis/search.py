@@ -29,7 +29,7 @@ from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.trial import WIDE_ENOUGH, Trial
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.case import Case
-from parity.measure.core.compare import Judgement, kept_dtype, norms_of
+from parity.measure.core.compare import Judgement, kept_dtype, size_of
 from parity.measure.core.stages import stage_named
 
 PARTS = {
@@ -131,7 +131,7 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
         edits = _shared_edits(trial, part, edits_of_stages)
         if part == "":
             edits_of_stages = edits
-        if not trial.wrong(_of_part(trial.stages, part), edits):
+        if not trial.wrong(trial.of_path(part), edits):
             continue
         earlier_names = {bug.name for bug in bugs}
         part_search = _PartSearch(trial, work, part, edits, earlier_names)
@@ -165,7 +165,7 @@ def _followed_by_other_paths(
     paths = list(PARTS)
     for path in paths[paths.index(part) + 1 :]:
         shared = _shared_edits(trial, path, edits)
-        for stage in trial.wrong(_of_part(trial.stages, path), shared):
+        for stage in trial.wrong(trial.of_path(path), shared):
             if _repeats_a_loss(trial, stage, shared):
                 continue
             for number in range(len(followed) - 1, -1, -1):
@@ -185,7 +185,7 @@ def _shared_edits(trial: Trial, part: str, edits: Edits) -> Edits:
     """Return the edits of the stage functions that a path of a module shares: those with which
     fewest of its stages are wrong, as many as possible.
     """
-    stages = _of_part(trial.stages, part)
+    stages = trial.of_path(part)
     best = edits
     fewest = len(trial.wrong(stages, edits))
     if not fewest:
@@ -206,11 +206,6 @@ def _finding_of_begin(trial: Trial, begin: Edits, others: Edits) -> Finding | No
         if stage not in still_wrong:
             return _finding(trial, trial.stages, others, _Cause(stage, begin), "")
     return None
-
-
-def _of_part(stages: Sequence[str], part: str) -> list[str]:
-    """Return the stages of a part."""
-    return [stage for stage in stages if stage_named(stage).path == part]
 
 
 # ---- The search in a part ------------------------------------------------------------------------
@@ -263,7 +258,7 @@ class _PartSearch:
 
     def run(self) -> None:
         """Explain one stage after the other, until none is left."""
-        stages = _of_part(self.trial.stages, self.part)
+        stages = self.trial.of_path(self.part)
         edits = self.edits
         bypassing = self._bypassing(stages)
         self._explain([stage for stage in stages if stage not in bypassing])
@@ -455,8 +450,7 @@ def _repeats_a_loss(trial: Trial, stage: str, edits: Edits) -> bool:
     if not edits or not all(edit.is_loss for edit in edits):
         return False
     change = trial.stage(stage, edits).astype(np.float64) - trial.stage(stage)
-    size = norms_of(change, np.isfinite(change))["rms"]
-    return trial.judgement(stage, ()).error <= REPEATED * size
+    return trial.judgement(stage, ()).error <= REPEATED * size_of(change)
 
 
 # ---- Known bugs that explain a stage -------------------------------------------------------------
@@ -495,7 +489,7 @@ class _Question:
 
     @cached_property
     def _of_same_part(self) -> list[str]:
-        return _of_part(self.trial.stages, stage_named(self.stage).path)
+        return self.trial.of_path(stage_named(self.stage).path)
 
     @cached_property
     def _wrong(self) -> list[str]:
@@ -532,8 +526,7 @@ class _Question:
         """True if the error is so small that lost precision may cause it."""
         if stage_named(self.stage).is_exact:
             return False
-        size = norms_of(self.expected, np.isfinite(self.expected))["rms"]
-        return self.before.error <= SMALL * size
+        return self.before.error <= SMALL * size_of(self.expected)
 
     def candidates(self, *, with_losses: bool) -> list[Edit]:
         """Return the known bugs that may be tried, usual ones first."""

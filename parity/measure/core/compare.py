@@ -439,6 +439,11 @@ def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
     return {"rms": math.sqrt(_mean(values**2)), "max": float(values.max())}
 
 
+def size_of(x: np.ndarray) -> float:
+    """Return the root mean square of the finite elements of an array; 0 if there are none."""
+    return norms_of(x, np.isfinite(x))["rms"]
+
+
 def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
     """Describe values that are wrongly finite, NaN or infinite; empty if there are none."""
     must_be_nan = np.isnan(expected)
