@@ -478,6 +478,11 @@ class _Question:
         return self.trial.step_of[self.stage]
 
     @cached_property
+    def call(self) -> int | None:
+        """The call of a cache that the stage is of; None without a cache."""
+        return stage_named(self.stage).step
+
+    @cached_property
     def before(self) -> Judgement:
         """The comparison without more edits."""
         return self.trial.judgement(self.stage, self.edits)
@@ -547,20 +552,27 @@ class _Question:
     def forms(self, added: Edits) -> list[Edits]:
         """Return edits in the calls in which they may be, the likeliest first, if they leave only
         rounding and spoil no right stage; an empty list if they do not.
+        """
+        bug, *others = added
+        if self.call is None or others or bug.is_loss:
+            if self._is_explained_by(added) and self._spoils_nothing(added):
+                return [added]
+            return []
+        return self._forms_in_calls(bug)
+
+    def _forms_in_calls(self, bug: Edit) -> list[Edits]:
+        """Return a bug of a layer with a cache in the calls in which it may be.
 
         A bug that would spoil stages of other calls is returned for the calls that show it, if
         these have a name. One that does not explain the same stage in another call may be absent
         there, and another bug present; or a second one is present as well.
         """
-        bug, *others = added
+        added = (bug,)
         if not self._is_explained_by(added):
-            if others or bug.is_loss or not self._changes_the_cache(bug):
+            if not self._changes_the_cache(bug):
                 return []
             return self._in_calls(bug, explains_all=True)
-        is_everywhere = self._spoils_nothing(added)
-        if others or bug.is_loss:
-            return [added] if is_everywhere else []
-        if not is_everywhere:
+        if not self._spoils_nothing(added):
             return self._in_calls(bug)
         still_wrong = self.trial.wrong(self.in_other_calls, (*self.edits, *added))
         if not still_wrong:
@@ -576,11 +588,10 @@ class _Question:
         the bug may explain the stage if only later calls have it.
         """
         trial = self.trial
-        call = stage_named(self.stage).step
-        if not call or not trial.is_unseen(self.index):
+        if not self.call or not trial.is_unseen(self.index):
             return False
         for step, names in enumerate(trial.steps[: self.index]):
-            cached = [name for name in names if _is_cached_before(name, call)]
+            cached = [name for name in names if _is_cached_before(name, self.call)]
             if cached and not trial.leaves(step, self.edits, (bug,), cached):
                 return True
         return False
@@ -589,8 +600,7 @@ class _Question:
         """Return True if an edit explains other calls than this one: a bug that changes nothing
         there may be hidden by it, so nothing shows that these calls have the bug as well.
         """
-        call = stage_named(self.stage).step
-        return any(edit.calls is not None and call not in edit.calls for edit in self.edits)
+        return any(edit.calls is not None and self.call not in edit.calls for edit in self.edits)
 
     def _error_in(self, stage: str, added: Edits) -> float:
         """Return the error of a stage with more edits."""
@@ -662,10 +672,8 @@ class _Question:
             bug: the bug.
             explains_all: whether it must explain the stage in all of these calls.
         """
-        case = self.trial.problem.case
-        call = stage_named(self.stage).step
-        for when, calls in named_calls(case):
-            if call not in calls:
+        for when, calls in named_calls(self.trial.problem.case):
+            if self.call not in calls:
                 continue
             limited = (replace(bug, calls=calls, when=when),)
             if not self._is_explained_by(limited):

@@ -304,13 +304,7 @@ def judged(
     actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
 ) -> Judgement:
     """Compare an array with the expected one, of the same shape, by the tolerance in each norm."""
-    return _judged(whole_rows(actual, stage), whole_rows(expected, stage), allowed, stage)[0]
-
-
-def _judged(
-    actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
-) -> tuple[Judgement, np.ndarray]:
-    """Compare whole rows, and also return the absolute errors."""
+    actual, expected = whole_rows(actual, stage), whole_rows(expected, stage)
     errors = errors_of(actual, expected)
     measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
     if "slope" in allowed:
@@ -328,7 +322,7 @@ def _judged(
     error = measured["rms"]
     if stage_named(stage).is_exact:
         error = float(errors.mean())
-    return Judgement(error, ratios[norm], norm, measured, allowed), errors
+    return Judgement(error, ratios[norm], norm, measured, allowed)
 
 
 def measure(
@@ -349,8 +343,10 @@ def measure(
         ulps_of: name of the dtype whose units in the last place are counted.
     """
     stage = label.stage
-    actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
-    judgement, errors = _judged(actual, expected, allowed, stage)
+    actual = whole_rows(actual, stage).astype(np.float64)
+    expected = whole_rows(expected, stage).astype(np.float64)
+    judgement = judged(actual, expected, allowed, stage)
+    errors = errors_of(actual, expected)
     if judgement.norm == "zeros":
         errors = with_wrong_zeros(errors, actual, expected, allowed)
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
@@ -428,6 +424,8 @@ def whole_rows(x: np.ndarray, stage: str) -> np.ndarray:
     if not stage_named(stage).is_attn_weights or x.ndim == 0:
         return x
     has_nan = np.isnan(x).any(axis=-1, keepdims=True)
+    if not has_nan.any():
+        return x
     return np.where((x == 0) & has_nan, np.full_like(x, np.nan), x)
 
 
