@@ -229,7 +229,7 @@ def _diagnosed(
             part = Work(seconds)
             result = _search_with_and_without_padding(view.trial, part)
             untried = untried or part.untried
-            if view is views[0] and result.is_complete and result.count == 1:
+            if view is views[0] and result.is_one_bug:
                 return _concluded(view, result, untried)
             results.append((view, result))
         best_view, best_result = min(results, key=_cost_of_result)
@@ -286,7 +286,7 @@ def _search_with_and_without_padding(trial: Trial, work: Work) -> SearchResult:
         # The first wrong call may show the padding of an earlier one.
         ways = [caching, trial]
     first = _search_with_and_without_nan(ways[0], work)
-    if first.is_complete and first.count == 1:
+    if first.is_one_bug:
         return first
     second = _search_with_and_without_nan(ways[1], Work(work.seconds / 4))
     return second if second.cost < first.cost else first

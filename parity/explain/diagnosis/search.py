@@ -99,16 +99,24 @@ class SearchResult:
 
     Attributes:
         findings: one for each cause, in the order of the stages.
-        count: the number of known bugs.
     """
 
     findings: list[Finding]
-    count: int
+
+    @property
+    def count(self) -> int:
+        """The number of known bugs."""
+        return sum(len(finding.edits) for finding in self.findings)
 
     @property
     def is_complete(self) -> bool:
         """True if known bugs explain everything."""
         return all(finding.edits for finding in self.findings)
+
+    @property
+    def is_one_bug(self) -> bool:
+        """True if one known bug explains everything."""
+        return self.is_complete and self.count == 1
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -144,15 +152,11 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
             # The paths of a module contain the same, so they are not searched.
             findings = _followed_by_other_paths(trial, findings, part, edits_of_stages)
             break
-    count = sum(len(finding.edits) for finding in findings)
-    if not begin:
-        return SearchResult(findings, count)
     assumed = _finding_of_begin(trial, begin, tuple(bugs))
-    if assumed is None:
-        return SearchResult(findings, count)
-    findings.append(assumed)
-    findings.sort(key=lambda finding: trial.stages.index(finding.stage))
-    return SearchResult(findings, count + len(begin))
+    if assumed is not None:
+        findings.append(assumed)
+        findings.sort(key=lambda finding: trial.stages.index(finding.stage))
+    return SearchResult(findings)
 
 
 def _followed_by_other_paths(
@@ -199,7 +203,11 @@ def _shared_edits(trial: Trial, part: str, edits: Edits) -> Edits:
 
 
 def _finding_of_begin(trial: Trial, begin: Edits, others: Edits) -> Finding | None:
-    """Return the finding of bugs that were assumed; None if they explain nothing."""
+    """Return the finding of bugs that were assumed; None if there are none, or if they explain
+    nothing.
+    """
+    if not begin:
+        return None
     wrong = trial.wrong(trial.stages, others)
     still_wrong = trial.wrong(wrong, (*begin, *others))
     for stage in wrong:
