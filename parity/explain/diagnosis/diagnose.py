@@ -226,9 +226,9 @@ def _diagnosed(
         results: list[tuple[StageView, SearchResult]] = []
         untried = ""
         for view in to_search:
-            part = Work(seconds)
-            result = _search_with_and_without_padding(view.trial, part)
-            untried = untried or part.untried
+            work_of_view = Work(seconds)
+            result = _search_with_and_without_padding(view.trial, work_of_view)
+            untried = untried or work_of_view.untried
             if view is views[0] and result.is_one_bug:
                 return _concluded(view, result, untried)
             results.append((view, result))
