@@ -373,11 +373,15 @@ class _PartSearch:
             return _Chain()
         stage = wrong[0]
         best = _Chain(unexplained=stage)
+        question = _Question(self.trial, stages, stage, edits)
         for at_once in range(1, most + 1):
             if len(edits) + at_once > MOST_EDITS:
                 break
-            question = _Question(self.trial, stages, stage, edits)
-            candidates = _explaining(question, self.work, at_once)[:MOST_BRANCHES]
+            if at_once == 1:
+                explaining = _single_bugs(question, self.work)
+            else:
+                explaining = _pairs_of_bugs(question, self.work)
+            candidates = _best_first(question, explaining)[:MOST_BRANCHES]
             chains: dict[Edits, _Chain] = {}
             for added in candidates:
                 chains[added] = self._best_chain(stages, (*edits, *added), most=most)
@@ -726,19 +730,14 @@ def _falls(before: Judgement, after: Judgement) -> bool:
     return not after.error_in(before.norm) > CHANCE * before.error_in(before.norm)
 
 
-def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
-    """Return the known bugs that explain a stage, the best first.
-
-    Args:
-        question: the stage.
-        work: the limit of the search.
-        at_once: number of bugs to add.
+def _best_first(question: _Question, explaining: list[Edits]) -> list[Edits]:
+    """Return the bugs, or pairs of bugs, that explain a stage, the best first: those that leave
+    the fewest stages wrong, and among them the usual ones.
     """
+    if len(explaining) < 2:
+        return explaining
     trial = question.trial
-    if at_once == 1:
-        explaining = _single_bugs(question, work)
-        if len(explaining) < 2:
-            return explaining
+    if len(explaining[0]) == 1:
         explaining = _without_needless_limits(question, explaining)
         known = trial.known_at(question.index, with_losses=question.is_small)
         place: dict[str, int] = {}
@@ -746,14 +745,7 @@ def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
             # A bug of every call comes before the same one in some calls.
             place.setdefault(bug.about, number)
         explaining.sort(key=lambda added: place[added[0].about])
-    elif np.isfinite(trial.observed[question.stage]).any():
-        explaining = _pairs_of_bugs(question, work)
-    else:
-        return []  # many pairs cause NaN
-    if len(explaining) > 1:
-        explaining.sort(
-            key=lambda added: len(trial.wrong(question.stages, (*question.edits, *added)))
-        )
+    explaining.sort(key=lambda added: len(trial.wrong(question.stages, (*question.edits, *added))))
     # Keep the form of each bug that explains the most, for the same calls.
     best: dict[frozenset[tuple[str, str]], Edits] = {}
     for added in explaining:
@@ -837,6 +829,8 @@ def _single_bugs(question: _Question, work: Work) -> list[Edits]:
 
 def _pairs_of_bugs(question: _Question, work: Work) -> list[Edits]:
     """Return the pairs of bugs that explain a stage together."""
+    if not np.isfinite(question.trial.observed[question.stage]).any():
+        return []  # many pairs cause NaN
     share = 1.0 if question.trial.scope.is_quick else FOR_BUGS
     explaining: list[Edits] = []
     with suppress(TimeoutError):
