@@ -48,7 +48,7 @@ that differ.
 
 @dataclass(frozen=True)
 class Part:
-    """What is searched at once: a problem and its observed stages, or a sample of both.
+    """A problem and its observed stages, or a sample of both, which is searched at once.
 
     Attributes:
         problem: the problem, or the sampled one.

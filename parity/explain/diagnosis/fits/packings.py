@@ -53,8 +53,8 @@ def packings(problem: Problem) -> Iterator[Edit]:
 
 
 def _is_tried(order: RowOrder) -> bool:
-    """Return True if an order is tried: of blocks and features, only that of q, k and v, because
-    there are many and each pair takes a layer.
+    """Return True if an order is tried. There are many orders of blocks and of features, and each
+    pair needs a layer, so only those with q, k and v in this order are.
     """
     return order.kind not in ("blocks", "feature") or order.letters == "qkv"
 
