@@ -167,9 +167,11 @@ class Whole:
         width = self.problem.spec.output_width
         first = turn * min(FEATURES, max(width - FEATURES, 0))
         features = first + np.arange(min(FEATURES, width))
-        for name, comparison in self.compared.items():
-            is_wrong_output = stage_named(name).quantity == "output" and not comparison.passed
-            if is_wrong_output and "E" in comparison.worst_index:
+        for name in self.compared:
+            if stage_named(name).quantity != "output":
+                continue
+            comparison = self.compared[name]
+            if not comparison.passed and "E" in comparison.worst_index:
                 return np.union1d(features, comparison.worst_index["E"])
         return features
 

@@ -72,7 +72,7 @@ class WholeStages(Mapping[str, Comparison]):
         """Return the error / budget of each token alone, (T,) or (S,); empty for a stage that
         passed, or without tokens.
         """
-        if self[name].passed:
+        if name in self._passed or self[name].passed:
             return np.zeros(0)
         if name not in self._by_token:
             self._by_token[name] = self._measured_by_token(name)

@@ -382,14 +382,21 @@ def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> floa
     The line passes through 0. Least squares over the finite elements. For n independent errors it
     is sqrt(n) times smaller than their root mean square.
     """
-    x = expected[counted].astype(np.float64)
+    x = _elements(expected, counted).astype(np.float64, copy=False)
     if not x.size:
         return 0.0
     size = math.sqrt(_mean(x**2))
     if size == 0.0:  # zeros, or numbers whose squares are too small for float64
         return 0.0
-    errors = actual[counted].astype(np.float64) - x
+    errors = _elements(actual, counted).astype(np.float64, copy=False) - x
     return abs(_mean(errors * x)) / size
+
+
+def _elements(x: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """Return some elements of an array, in one dimension; not a copy if it is all of them."""
+    if counted.all():
+        return x.reshape(-1)
+    return x[counted]
 
 
 def _mean(x: np.ndarray) -> float:
@@ -431,7 +438,7 @@ def whole_rows(x: np.ndarray, stage: str) -> np.ndarray:
 
 def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
     """Return root mean square and largest absolute value of some elements; 0 if there are none."""
-    values = np.abs(x[counted], dtype=np.float64)
+    values = np.abs(_elements(x, counted), dtype=np.float64)
     if not values.size:
         return {"rms": 0.0, "max": 0.0}
     return {"rms": math.sqrt(_mean(values**2)), "max": float(values.max())}
@@ -532,7 +539,7 @@ def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float)
     values are weighted like these, so the fourth moment of the values matters.
     """
     counted = np.isfinite(expected) & np.isfinite(same_precision.astype(np.float64))
-    squares = expected[counted].astype(np.float64) ** 2
+    squares = _elements(expected, counted).astype(np.float64, copy=False) ** 2
     if not squares.any():
         return 0.0
     by_chance = noise * math.sqrt(_mean(squares**2) / squares.size) / _mean(squares)
@@ -635,7 +642,7 @@ def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
 def _correlation(actual: np.ndarray, expected: np.ndarray) -> float | None:
     """Return the Pearson correlation; None if it is not defined."""
     has_expected = ~np.isnan(expected)
-    actual, expected = actual[has_expected], expected[has_expected]
+    actual, expected = _elements(actual, has_expected), _elements(expected, has_expected)
     if not (actual.size and np.isfinite(actual).all()):
         return None
     # The mean of equal floats may differ from them by rounding, which would correlate.
