@@ -63,6 +63,10 @@ class WholeStages(Mapping[str, Comparison]):
     def __len__(self) -> int:
         return len(self._observed)
 
+    def __contains__(self, name: object) -> bool:
+        # Without this method, a mapping looks the name up, which compares the whole stage.
+        return name in self._observed
+
     def __getitem__(self, name: str) -> Comparison:
         if name not in self._compared:
             self._compared[name] = self._comparison(name)
