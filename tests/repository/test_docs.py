@@ -126,17 +126,12 @@ def test_page_by_bug_has_every_bug():
     }.items() <= page_by_bug().items()
 
 
-def test_list_of_bugs_is_complete():
-    """The list of bugs has one row per page, with all bugs of that page."""
+def test_list_of_bugs_has_every_page():
+    """The list of bugs has one row per page."""
     index = (BUGS / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\| \[([\w-]+)\]\(([\w-]+)\.md\) \|.*\| (.+?) \|$", index, flags=re.MULTILINE
-    )
-    assert all(title == target for title, target, _ in rows)
-    assert {
-        title: set(re.findall(r"`([\w-]+)`", names)) for title, _, names in rows
-    } == bugs_by_page()
-    assert len(rows) == len(PAGES)
+    rows = re.findall(r"^\| \[([\w-]+)\]\(([\w-]+)\.md\) \|", index, flags=re.MULTILINE)
+    assert all(title == target for title, target in rows)
+    assert sorted(title for title, _ in rows) == sorted(PAGES)
 
 
 def test_readme_counts_known_bugs():

@@ -31,10 +31,7 @@ from parity.measure.core.blas import single_threaded
 from parity.measure.core.stages import stage_named
 
 Judge = Callable[[Part, Scope, Work], Diagnosis]
-"""Diagnose a sample, within a scope and a limit of work."""
-
-JudgeAll = Callable[[Scope, Work], Diagnosis]
-"""Diagnose the whole problem, within a scope and a limit of work."""
+"""Diagnose a problem or a sample, within a scope and a limit of work."""
 
 SEARCHES = 0.8
 """The share of the remaining work for the search in a sample; the rest is for confirmation, or
@@ -171,31 +168,31 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosi
 
 
 def diagnosed_by_first_call(
-    first: Whole | None, judge: Judge, judge_all: JudgeAll, seconds: float
+    first: Whole | None, every_call: Part, judge: Judge, seconds: float
 ) -> Diagnosis:
     """Diagnose the calls of a large layer with a cache: by the first call, or else by all calls.
 
     Args:
         first: the first call, if it is a layer by itself.
-        judge: diagnoses a sample of it.
-        judge_all: diagnoses all calls.
+        every_call: all calls.
+        judge: diagnoses all calls, or a sample of the first.
         seconds: work of the search, see `parity.explain.diagnosis.work`.
     """
     work = Work(seconds)
     with work.counted(), single_threaded():
         if first is None:
-            return judge_all(EVERYTHING, Work(work.left))
+            return judge(every_call, EVERYTHING, Work(work.left))
         by_first = diagnosed_by_samples(first, judge, CONFIRMS * seconds)
         if not by_first.known:
-            return judge_all(EVERYTHING, Work(work.left))
+            return judge(every_call, EVERYTHING, Work(work.left))
         names = _names_in(by_first.known)
-        by_all = judge_all(Scope(only=names, is_quick=True), Work(work.left))
+        by_all = judge(every_call, Scope(only=names, is_quick=True), Work(work.left))
         if by_all.known and not by_all.leftover:
             words = f"the first call ({by_first.sample}), confirmed by all calls"
             return replace(by_all, sample=words)
         if by_all.untried:
             return _of_first_call(by_first)
-        return judge_all(EVERYTHING, Work(work.left))
+        return judge(every_call, EVERYTHING, Work(work.left))
 
 
 def _names_in(findings: Iterable[Finding]) -> frozenset[str]:

@@ -17,13 +17,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mha_spec import InputError
-from parity.explain.diagnosis.at_size import diagnosed_by_first_call, diagnosed_by_samples
+from parity.explain.diagnosis.at_size import (
+    Judge,
+    diagnosed_by_first_call,
+    diagnosed_by_samples,
+)
 from parity.explain.diagnosis.bugs.record import Edit, Edits
 from parity.explain.diagnosis.bugs.serving import caching_padding, has_padding
 from parity.explain.diagnosis.choices import choices_for
@@ -31,7 +36,7 @@ from parity.explain.diagnosis.findings import Diagnosis, Finding
 from parity.explain.diagnosis.gradients import check_names, diagnose_gradients, unknown_names
 from parity.explain.diagnosis.hidden import hidden_bugs
 from parity.explain.diagnosis.precision import lost_in_dtype, lost_in_products
-from parity.explain.diagnosis.remembered import Remembered, RememberingReference, remembered_of
+from parity.explain.diagnosis.remembered import RememberingReference, remembered_of
 from parity.explain.diagnosis.sampling import (
     FIRST_CALL,
     ROWS,
@@ -176,79 +181,47 @@ def _diagnosed_forward(
 ) -> Diagnosis:
     """Find the bugs in stages of the forward pass: see `diagnose_stages`."""
     problem = reference.problem
-    observation = _Observation(stages, reference, arithmetic, candidates)
     known = {comparison.stage: comparison for comparison in comparisons}
+    judge = partial(_diagnosed, arithmetic, candidates)
     if not is_large(problem):
         compared = WholeStages(stages, reference, arithmetic, known)
         with single_threaded():
-            diagnosis = observation.diagnosed(EVERYTHING, Work(seconds))
+            diagnosis = judge(Part.of_all(stages, reference), EVERYTHING, Work(seconds))
     elif problem.case.is_cached:
-        diagnosis, compared = _diagnosed_by_calls(observation, known, seconds)
+        diagnosis, compared = _diagnosed_by_calls(
+            stages, reference, arithmetic, known, judge, seconds
+        )
     else:
-        diagnosis, compared = _diagnosed_at_size(observation, seconds)
+        diagnosis, compared = _diagnosed_at_size(stages, reference, arithmetic, judge, seconds)
     return _measured_as_a_whole(diagnosis, compared)
-
-
-@dataclass(frozen=True)
-class _Observation:
-    """The observed stages of a problem, which can be diagnosed as a whole or in part.
-
-    Attributes:
-        stages: the observed stages.
-        reference: of their problem.
-        arithmetic: of the hardware.
-        candidates: edits to try after the known bugs.
-    """
-
-    stages: Mapping[str, np.ndarray]
-    reference: Reference
-    arithmetic: str
-    candidates: Edits = ()
-
-    @property
-    def problem(self) -> Problem:
-        """The problem."""
-        return self.reference.problem
-
-    @property
-    def remembered(self) -> Remembered:
-        """The projections and tables that the reference computed."""
-        return remembered_of(self.reference)
-
-    def diagnosed(self, scope: Scope, work: Work) -> Diagnosis:
-        """Diagnose all stages, within a scope and a limit of work."""
-        right = Trial(
-            self.problem,
-            {},
-            self.arithmetic,
-            base=remembering(self.remembered),
-            scope=scope,
-            reference=self.reference,
-            candidates=self.candidates,
-        )
-        return _diagnosed(self.stages, right, work)
-
-    def diagnosed_in_part(self, part: Part, scope: Scope, work: Work) -> Diagnosis:
-        """Diagnose a part, within a scope and a limit of work."""
-        base = remembering(part.remembered)
-        right = Trial(
-            part.problem,
-            {},
-            self.arithmetic,
-            base=base,
-            scope=scope,
-            candidates=self.candidates,
-        )
-        return _diagnosed(part.observed, right, work)
 
 
 # ---- A layer -------------------------------------------------------------------------------------
 
 
-def _diagnosed(stages: Mapping[str, np.ndarray], right: Trial, work: Work) -> Diagnosis:
-    """Read stages in every possible way; if they agree in none, search for bugs."""
+def _diagnosed(
+    arithmetic: str, candidates: Edits, part: Part, scope: Scope, work: Work
+) -> Diagnosis:
+    """Read stages in every possible way; if they agree in none, search for bugs.
+
+    Args:
+        arithmetic: of the hardware.
+        candidates: edits to try after the known bugs.
+        part: the problem and its stages.
+        scope: the stages to compare, and the bugs to try.
+        work: the limit of the search.
+    """
+    right = Trial(
+        part.problem,
+        {},
+        arithmetic,
+        base=remembering(part.remembered),
+        scope=scope,
+        reference=part.reference,
+        candidates=candidates,
+    )
     with work.counted():
-        views = _views(stages, right)
+        views = _views(part.observed, right)
         for view in views:
             # If the comparable stages agree, one has an unexpected shape or dtype at most.
             if not view.wrong:
@@ -258,10 +231,10 @@ def _diagnosed(stages: Mapping[str, np.ndarray], right: Trial, work: Work) -> Di
         results: list[tuple[StageView, SearchResult]] = []
         untried = ""
         for view in to_search:
-            part = Work(seconds)
-            result = _search_with_and_without_padding(view.trial, part)
-            untried = untried or part.untried
-            if view is views[0] and result.is_complete and result.count == 1:
+            work_of_view = Work(seconds)
+            result = _search_with_and_without_padding(view.trial, work_of_view)
+            untried = untried or work_of_view.untried
+            if view is views[0] and result.is_one_bug:
                 return _concluded(view, result, untried)
             results.append((view, result))
         best_view, best_result = min(results, key=_cost_of_result)
@@ -318,7 +291,7 @@ def _search_with_and_without_padding(trial: Trial, work: Work) -> SearchResult:
         # The first wrong call may show the padding of an earlier one.
         ways = [caching, trial]
     first = _search_with_and_without_nan(ways[0], work)
-    if first.is_complete and first.count == 1:
+    if first.is_one_bug:
         return first
     second = _search_with_and_without_nan(ways[1], Work(work.seconds / 4))
     return second if second.cost < first.cost else first
@@ -375,45 +348,48 @@ def _concluded(view: StageView, result: SearchResult, untried: str) -> Diagnosis
 
 
 def _diagnosed_by_calls(
-    observation: _Observation, known: Mapping[str, Comparison], seconds: float
+    stages: Mapping[str, np.ndarray],
+    reference: Reference,
+    arithmetic: str,
+    known: Mapping[str, Comparison],
+    judge: Judge,
+    seconds: float,
 ) -> tuple[Diagnosis, WholeStages]:
     """Diagnose the calls of a large layer with a cache, the first one alone if possible."""
-    problem = observation.problem
-    reference = observation.reference
-    arithmetic = observation.arithmetic
-    ordered = {name: in_order(problem, name, x) for name, x in observation.stages.items()}
+    problem = reference.problem
+    ordered = {name: in_order(problem, name, x) for name, x in stages.items()}
     of_first_call: dict[str, np.ndarray] = {}
     for name, x in ordered.items():
         if name.startswith(FIRST_CALL):
             of_first_call[name.removeprefix(FIRST_CALL)] = x
     first_compared = WholeStages(of_first_call, reference, arithmetic, known, FIRST_CALL)
-    first = first_call(problem, observation.stages, first_compared)
-    diagnosis = diagnosed_by_first_call(
-        first, observation.diagnosed_in_part, observation.diagnosed, seconds
-    )
+    first = first_call(problem, stages, first_compared)
+    every_call = Part.of_all(stages, reference)
+    diagnosis = diagnosed_by_first_call(first, every_call, judge, seconds)
     return diagnosis, WholeStages(ordered, reference, arithmetic, known)
 
 
-def _diagnosed_at_size(observation: _Observation, seconds: float) -> tuple[Diagnosis, WholeStages]:
+def _diagnosed_at_size(
+    stages: Mapping[str, np.ndarray],
+    reference: Reference,
+    arithmetic: str,
+    judge: Judge,
+    seconds: float,
+) -> tuple[Diagnosis, WholeStages]:
     """Diagnose the stages of a large layer without a cache: read as a whole, and searched in
     samples.
     """
-    reference, remembered = observation.reference, observation.remembered
-    right = WholeTrial(
-        reference.problem,
-        {},
-        observation.arithmetic,
-        base=remembering(remembered),
-        reference=reference,
-    )
+    remembered = remembered_of(reference)
+    base = remembering(remembered)
+    right = WholeTrial(reference.problem, {}, arithmetic, base=base, reference=reference)
     with uncounted(), single_threaded():
-        views = whole_views(_of_problem(observation.stages), right)
+        views = whole_views(_of_problem(stages), right)
     best: tuple[Diagnosis, WholeStages] | None = None
     for view in views:
-        kind = view.choice.arithmetic or observation.arithmetic
+        kind = view.choice.arithmetic or arithmetic
         compared = WholeStages(view.values, reference, kind, passed=view.agreed)
         whole = Whole(reference.problem, view.values, compared, remembered)
-        diagnosis = diagnosed_by_samples(whole, observation.diagnosed_in_part, seconds / len(views))
+        diagnosis = diagnosed_by_samples(whole, judge, seconds / len(views))
         diagnosis = view.completed(diagnosis)
         if not diagnosis.is_wrong:
             return diagnosis, compared

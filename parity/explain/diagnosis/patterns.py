@@ -28,7 +28,7 @@ def injected_pattern(trial: Trial, stage: str, edits: Edits, patterns: Sequence[
         patterns: of the stage, the simplest first.
     """
     known = stage_named(stage)
-    of_path = [other for other in trial.stages if stage_named(other).path == known.path]
+    of_path = trial.of_path(known.path)
     wrong = trial.wrong(of_path, edits)
     right = [other for other in of_path if other not in wrong]
     best: Edits = ()

@@ -18,7 +18,7 @@ from parity.explain.diagnosis.bugs.precision import SCALED_QUERIES, layer_in
 from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.findings import Finding, plain
 from parity.explain.diagnosis.trial import Trial
-from parity.measure.core.compare import SAME_PRECISION, Judgement, judged, norms_of
+from parity.measure.core.compare import SAME_PRECISION, Judgement, judged, size_of
 from parity.measure.core.stages import stage_named
 from parity.measure.core.weights import dtype_named, is_floating
 
@@ -107,7 +107,7 @@ def _rms_left(trial: Trial, stage: str, with_loss: np.ndarray) -> float:
     """
     actual, expected = trial.compared(stage, with_loss)
     left = actual.astype(np.float64) - expected
-    return norms_of(left, np.isfinite(left))["rms"]
+    return size_of(left)
 
 
 def lost_in_dtype(

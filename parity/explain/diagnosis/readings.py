@@ -12,15 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
 
 import numpy as np
 
-from mha_spec import Norm, Rope
+from mha_spec import Rope
 from parity.explain.diagnosis.bugs.record import Edit, Edits
+from parity.explain.diagnosis.bugs.sites import always, features_unchanged
 from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.trial import Trial
-from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Stage, stage_named
 from parity.measure.core.unused import unused_cells
 from parity.measure.core.weights import is_floating
@@ -75,46 +74,20 @@ class StageReadings:
 # ---- The reference in other conventions ----------------------------------------------------------
 
 
-def _without_rope(
-    layer: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray
-) -> np.ndarray:
-    return x
-
-
-def _without_norm(
-    layer: Layer, original: Any, name: str, x: np.ndarray, norm: Norm | None
-) -> np.ndarray:
-    return x
-
-
-def _without_scale(layer: Layer, original: Any) -> float:
-    return 1.0
-
-
-def _without_cap(layer: Layer, original: Any, x: np.ndarray) -> np.ndarray:
-    return x
-
-
-def _without_score_bias(layer: Layer, original: Any) -> None:
-    return None
-
-
-def _without_distance_bias(layer: Layer, original: Any, places: np.ndarray) -> np.ndarray:
-    return np.zeros(())
-
-
-_BIAS = {
-    "score_bias": _without_score_bias,
-    "lost_by_distance": _without_distance_bias,
-    "gained_by_distance": _without_distance_bias,
+_NO_SCALE = {"scale": always(1.0)}
+_NO_CAP = {"soft_cap": always(None)}
+_NO_BIAS = {
+    "score_bias": always(None),
+    "lost_by_distance": always(np.zeros(())),
+    "gained_by_distance": always(np.zeros(())),
 }
 
-BEFORE_ROPE = Edit(overrides={"turned": _without_rope})
-BEFORE_NORM = Edit(overrides={"turned": _without_rope, "normed": _without_norm})
-BEFORE_SCALE = Edit(overrides={"scale": _without_scale})
-BEFORE_CAP = Edit(overrides={"capped": _without_cap})
-BEFORE_BIAS = Edit(overrides=_BIAS)
-PRODUCTS = Edit(overrides={"scale": _without_scale, "capped": _without_cap, **_BIAS})
+BEFORE_ROPE = Edit(overrides={"turned": features_unchanged})
+BEFORE_NORM = Edit(overrides={"turned": features_unchanged, "normed": features_unchanged})
+BEFORE_SCALE = Edit(overrides=_NO_SCALE)
+BEFORE_CAP = Edit(overrides=_NO_CAP)
+BEFORE_BIAS = Edit(overrides=_NO_BIAS)
+PRODUCTS = Edit(overrides={**_NO_SCALE, **_NO_CAP, **_NO_BIAS})
 
 
 def read(observed: Mapping[str, np.ndarray], right: Trial) -> dict[str, StageReadings]:

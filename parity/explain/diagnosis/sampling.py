@@ -18,13 +18,14 @@ import numpy as np
 from mha_spec import DynamicScaling, LongRopeScaling
 from parity.explain.diagnosis.changed_layer import ChangedLayer
 from parity.explain.diagnosis.readings import in_axes
-from parity.explain.diagnosis.remembered import Remembered
+from parity.explain.diagnosis.remembered import Remembered, remembered_of
 from parity.explain.diagnosis.sample import Sample, SampledProblem, rows_of_query, sample_of
 from parity.explain.diagnosis.whole import WholeStages
 from parity.explain.diagnosis.work import CountedArithmetic, uncounted
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import BLOCK
 from parity.measure.core.stages import STAGES, Stage, stage_named
+from parity.measure.core.trace import Reference
 
 LARGE = 2**25
 """Multiplications of a layer above which samples are searched: below, the whole layer takes a few
@@ -47,21 +48,28 @@ that differ.
 
 @dataclass(frozen=True)
 class Part:
-    """A sample of a problem and of its observed stages.
+    """A problem and its observed stages, or a sample of both, which is searched at once.
 
     Attributes:
-        problem: the sampled problem.
-        observed: the stages of the sample, without those of unknown axes.
+        problem: the problem, or the sampled one.
+        observed: its stages; those of a sample without the ones of unknown axes.
         remembered: known projections.
-        words: a description of the sample.
+        words: a description of the sample; empty for a whole problem.
         judged: the stages to compare; all by default.
+        reference: of a whole problem, whose stages are not computed again.
     """
 
     problem: Problem
-    observed: dict[str, np.ndarray]
+    observed: Mapping[str, np.ndarray]
     remembered: Remembered
-    words: str
+    words: str = ""
     judged: frozenset[str] | None = None
+    reference: Reference | None = None
+
+    @classmethod
+    def of_all(cls, observed: Mapping[str, np.ndarray], reference: Reference) -> Part:
+        """Return the whole problem of a reference."""
+        return cls(reference.problem, observed, remembered_of(reference), reference=reference)
 
 
 OF_TOKENS = frozenset({"q", "k", "v", "gate", "latents"})
@@ -159,9 +167,11 @@ class Whole:
         width = self.problem.spec.output_width
         first = turn * min(FEATURES, max(width - FEATURES, 0))
         features = first + np.arange(min(FEATURES, width))
-        for name, comparison in self.compared.items():
-            is_wrong_output = stage_named(name).quantity == "output" and not comparison.passed
-            if is_wrong_output and "E" in comparison.worst_index:
+        for name in self.compared:
+            if stage_named(name).quantity != "output":
+                continue
+            comparison = self.compared[name]
+            if not comparison.passed and "E" in comparison.worst_index:
                 return np.union1d(features, comparison.worst_index["E"])
         return features
 

@@ -29,7 +29,7 @@ from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.trial import WIDE_ENOUGH, Trial
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.case import Case
-from parity.measure.core.compare import Judgement, kept_dtype, norms_of
+from parity.measure.core.compare import Judgement, kept_dtype, size_of
 from parity.measure.core.stages import stage_named
 
 PARTS = {
@@ -99,16 +99,24 @@ class SearchResult:
 
     Attributes:
         findings: one for each cause, in the order of the stages.
-        count: the number of known bugs.
     """
 
     findings: list[Finding]
-    count: int
+
+    @property
+    def count(self) -> int:
+        """The number of known bugs."""
+        return sum(len(finding.edits) for finding in self.findings)
 
     @property
     def is_complete(self) -> bool:
         """True if known bugs explain everything."""
         return all(finding.edits for finding in self.findings)
+
+    @property
+    def is_one_bug(self) -> bool:
+        """True if one known bug explains everything."""
+        return self.is_complete and self.count == 1
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -131,7 +139,7 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
         edits = _shared_edits(trial, part, edits_of_stages)
         if part == "":
             edits_of_stages = edits
-        if not trial.wrong(_of_part(trial.stages, part), edits):
+        if not trial.wrong(trial.of_path(part), edits):
             continue
         earlier_names = {bug.name for bug in bugs}
         part_search = _PartSearch(trial, work, part, edits, earlier_names)
@@ -144,15 +152,11 @@ def search(trial: Trial, work: Work, begin: Edits = ()) -> SearchResult:
             # The paths of a module contain the same, so they are not searched.
             findings = _followed_by_other_paths(trial, findings, part, edits_of_stages)
             break
-    count = sum(len(finding.edits) for finding in findings)
-    if not begin:
-        return SearchResult(findings, count)
     assumed = _finding_of_begin(trial, begin, tuple(bugs))
-    if assumed is None:
-        return SearchResult(findings, count)
-    findings.append(assumed)
-    findings.sort(key=lambda finding: trial.stages.index(finding.stage))
-    return SearchResult(findings, count + len(begin))
+    if assumed is not None:
+        findings.append(assumed)
+        findings.sort(key=lambda finding: trial.stages.index(finding.stage))
+    return SearchResult(findings)
 
 
 def _followed_by_other_paths(
@@ -165,7 +169,7 @@ def _followed_by_other_paths(
     paths = list(PARTS)
     for path in paths[paths.index(part) + 1 :]:
         shared = _shared_edits(trial, path, edits)
-        for stage in trial.wrong(_of_part(trial.stages, path), shared):
+        for stage in trial.wrong(trial.of_path(path), shared):
             if _repeats_a_loss(trial, stage, shared):
                 continue
             for number in range(len(followed) - 1, -1, -1):
@@ -185,7 +189,7 @@ def _shared_edits(trial: Trial, part: str, edits: Edits) -> Edits:
     """Return the edits of the stage functions that a path of a module shares: those with which
     fewest of its stages are wrong, as many as possible.
     """
-    stages = _of_part(trial.stages, part)
+    stages = trial.of_path(part)
     best = edits
     fewest = len(trial.wrong(stages, edits))
     if not fewest:
@@ -199,18 +203,17 @@ def _shared_edits(trial: Trial, part: str, edits: Edits) -> Edits:
 
 
 def _finding_of_begin(trial: Trial, begin: Edits, others: Edits) -> Finding | None:
-    """Return the finding of bugs that were assumed; None if they explain nothing."""
+    """Return the finding of bugs that were assumed; None if there are none, or if they explain
+    nothing.
+    """
+    if not begin:
+        return None
     wrong = trial.wrong(trial.stages, others)
     still_wrong = trial.wrong(wrong, (*begin, *others))
     for stage in wrong:
         if stage not in still_wrong:
             return _finding(trial, trial.stages, others, _Cause(stage, begin), "")
     return None
-
-
-def _of_part(stages: Sequence[str], part: str) -> list[str]:
-    """Return the stages of a part."""
-    return [stage for stage in stages if stage_named(stage).path == part]
 
 
 # ---- The search in a part ------------------------------------------------------------------------
@@ -263,7 +266,7 @@ class _PartSearch:
 
     def run(self) -> None:
         """Explain one stage after the other, until none is left."""
-        stages = _of_part(self.trial.stages, self.part)
+        stages = self.trial.of_path(self.part)
         edits = self.edits
         bypassing = self._bypassing(stages)
         self._explain([stage for stage in stages if stage not in bypassing])
@@ -370,11 +373,15 @@ class _PartSearch:
             return _Chain()
         stage = wrong[0]
         best = _Chain(unexplained=stage)
+        question = _Question(self.trial, stages, stage, edits)
         for at_once in range(1, most + 1):
             if len(edits) + at_once > MOST_EDITS:
                 break
-            question = _Question(self.trial, stages, stage, edits)
-            candidates = _explaining(question, self.work, at_once)[:MOST_BRANCHES]
+            if at_once == 1:
+                explaining = _single_bugs(question, self.work)
+            else:
+                explaining = _pairs_of_bugs(question, self.work)
+            candidates = _best_first(question, explaining)[:MOST_BRANCHES]
             chains: dict[Edits, _Chain] = {}
             for added in candidates:
                 chains[added] = self._best_chain(stages, (*edits, *added), most=most)
@@ -455,8 +462,7 @@ def _repeats_a_loss(trial: Trial, stage: str, edits: Edits) -> bool:
     if not edits or not all(edit.is_loss for edit in edits):
         return False
     change = trial.stage(stage, edits).astype(np.float64) - trial.stage(stage)
-    size = norms_of(change, np.isfinite(change))["rms"]
-    return trial.judgement(stage, ()).error <= REPEATED * size
+    return trial.judgement(stage, ()).error <= REPEATED * size_of(change)
 
 
 # ---- Known bugs that explain a stage -------------------------------------------------------------
@@ -484,6 +490,11 @@ class _Question:
         return self.trial.step_of[self.stage]
 
     @cached_property
+    def call(self) -> int | None:
+        """The call of a cache that the stage is of; None without a cache."""
+        return stage_named(self.stage).step
+
+    @cached_property
     def before(self) -> Judgement:
         """The comparison without more edits."""
         return self.trial.judgement(self.stage, self.edits)
@@ -495,7 +506,7 @@ class _Question:
 
     @cached_property
     def _of_same_part(self) -> list[str]:
-        return _of_part(self.trial.stages, stage_named(self.stage).path)
+        return self.trial.of_path(stage_named(self.stage).path)
 
     @cached_property
     def _wrong(self) -> list[str]:
@@ -532,8 +543,7 @@ class _Question:
         """True if the error is so small that lost precision may cause it."""
         if stage_named(self.stage).is_exact:
             return False
-        size = norms_of(self.expected, np.isfinite(self.expected))["rms"]
-        return self.before.error <= SMALL * size
+        return self.before.error <= SMALL * size_of(self.expected)
 
     def candidates(self, *, with_losses: bool) -> list[Edit]:
         """Return the known bugs that may be tried, usual ones first."""
@@ -554,20 +564,27 @@ class _Question:
     def forms(self, added: Edits) -> list[Edits]:
         """Return edits in the calls in which they may be, the likeliest first, if they leave only
         rounding and spoil no right stage; an empty list if they do not.
+        """
+        bug, *others = added
+        if self.call is None or others or bug.is_loss:
+            if self._is_explained_by(added) and self._spoils_nothing(added):
+                return [added]
+            return []
+        return self._forms_in_calls(bug)
+
+    def _forms_in_calls(self, bug: Edit) -> list[Edits]:
+        """Return a bug of a layer with a cache in the calls in which it may be.
 
         A bug that would spoil stages of other calls is returned for the calls that show it, if
         these have a name. One that does not explain the same stage in another call may be absent
         there, and another bug present; or a second one is present as well.
         """
-        bug, *others = added
+        added = (bug,)
         if not self._is_explained_by(added):
-            if others or bug.is_loss or not self._changes_the_cache(bug):
+            if not self._changes_the_cache(bug):
                 return []
             return self._in_calls(bug, explains_all=True)
-        is_everywhere = self._spoils_nothing(added)
-        if others or bug.is_loss:
-            return [added] if is_everywhere else []
-        if not is_everywhere:
+        if not self._spoils_nothing(added):
             return self._in_calls(bug)
         still_wrong = self.trial.wrong(self.in_other_calls, (*self.edits, *added))
         if not still_wrong:
@@ -583,11 +600,10 @@ class _Question:
         the bug may explain the stage if only later calls have it.
         """
         trial = self.trial
-        call = stage_named(self.stage).step
-        if not call or not trial.is_unseen(self.index):
+        if not self.call or not trial.is_unseen(self.index):
             return False
         for step, names in enumerate(trial.steps[: self.index]):
-            cached = [name for name in names if _is_cached_before(name, call)]
+            cached = [name for name in names if _is_cached_before(name, self.call)]
             if cached and not trial.leaves(step, self.edits, (bug,), cached):
                 return True
         return False
@@ -596,8 +612,7 @@ class _Question:
         """Return True if an edit explains other calls than this one: a bug that changes nothing
         there may be hidden by it, so nothing shows that these calls have the bug as well.
         """
-        call = stage_named(self.stage).step
-        return any(edit.calls is not None and call not in edit.calls for edit in self.edits)
+        return any(edit.calls is not None and self.call not in edit.calls for edit in self.edits)
 
     def _error_in(self, stage: str, added: Edits) -> float:
         """Return the error of a stage with more edits."""
@@ -669,10 +684,8 @@ class _Question:
             bug: the bug.
             explains_all: whether it must explain the stage in all of these calls.
         """
-        case = self.trial.problem.case
-        call = stage_named(self.stage).step
-        for when, calls in named_calls(case):
-            if call not in calls:
+        for when, calls in named_calls(self.trial.problem.case):
+            if self.call not in calls:
                 continue
             limited = (replace(bug, calls=calls, when=when),)
             if not self._is_explained_by(limited):
@@ -717,19 +730,14 @@ def _falls(before: Judgement, after: Judgement) -> bool:
     return not after.error_in(before.norm) > CHANCE * before.error_in(before.norm)
 
 
-def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
-    """Return the known bugs that explain a stage, the best first.
-
-    Args:
-        question: the stage.
-        work: the limit of the search.
-        at_once: number of bugs to add.
+def _best_first(question: _Question, explaining: list[Edits]) -> list[Edits]:
+    """Return the bugs, or pairs of bugs, that explain a stage, the best first: those that leave
+    the fewest stages wrong, and among them the usual ones.
     """
+    if len(explaining) < 2:
+        return explaining
     trial = question.trial
-    if at_once == 1:
-        explaining = _single_bugs(question, work)
-        if len(explaining) < 2:
-            return explaining
+    if len(explaining[0]) == 1:
         explaining = _without_needless_limits(question, explaining)
         known = trial.known_at(question.index, with_losses=question.is_small)
         place: dict[str, int] = {}
@@ -737,14 +745,7 @@ def _explaining(question: _Question, work: Work, at_once: int) -> list[Edits]:
             # A bug of every call comes before the same one in some calls.
             place.setdefault(bug.about, number)
         explaining.sort(key=lambda added: place[added[0].about])
-    elif np.isfinite(trial.observed[question.stage]).any():
-        explaining = _pairs_of_bugs(question, work)
-    else:
-        return []  # many pairs cause NaN
-    if len(explaining) > 1:
-        explaining.sort(
-            key=lambda added: len(trial.wrong(question.stages, (*question.edits, *added)))
-        )
+    explaining.sort(key=lambda added: len(trial.wrong(question.stages, (*question.edits, *added))))
     # Keep the form of each bug that explains the most, for the same calls.
     best: dict[frozenset[tuple[str, str]], Edits] = {}
     for added in explaining:
@@ -828,6 +829,8 @@ def _single_bugs(question: _Question, work: Work) -> list[Edits]:
 
 def _pairs_of_bugs(question: _Question, work: Work) -> list[Edits]:
     """Return the pairs of bugs that explain a stage together."""
+    if not np.isfinite(question.trial.observed[question.stage]).any():
+        return []  # many pairs cause NaN
     share = 1.0 if question.trial.scope.is_quick else FOR_BUGS
     explaining: list[Edits] = []
     with suppress(TimeoutError):

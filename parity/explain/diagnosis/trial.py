@@ -36,6 +36,7 @@ from parity.measure.core.compare import (
     is_close,
     judged,
     norms_of,
+    size_of,
     unit_of_rounding,
 )
 from parity.measure.core.problem import Problem
@@ -295,6 +296,12 @@ class Trial:
         if judged is None:
             return stages
         return [name for name in stages if name in judged]
+
+    def of_path(self, path: str) -> list[str]:
+        """Return the compared stages of a path of a module; for an empty path, those of the stage
+        functions.
+        """
+        return [name for name in self.stages if stage_named(name).path == path]
 
     def known_at(self, index: int, *, with_losses: bool) -> list[Edit]:
         """Return the known bugs that could change a step, or an earlier one that it depends on and
@@ -711,8 +718,8 @@ class Trial:
         """
         if stage_named(stage).is_exact:
             return NOTHING
-        size = _size_of(expected)
-        right_size = _size_of(self.stage(stage))
+        size = size_of(expected)
+        right_size = size_of(self.stage(stage))
         growth = 1.0
         if right_size > 0.0:
             growth = max(size / right_size, 1.0)
@@ -860,7 +867,7 @@ class WholeTrial(Trial):
             step = max(1, expected.size // SOME_VALUES) | 1
             some = expected.ravel()[::step]
             error = norms_of(actual.ravel()[::step] - some, np.isfinite(some))["rms"]
-            if error > FAR_OFF_SHARE * _size_of(some):
+            if error > FAR_OFF_SHARE * size_of(some):
                 return False
         return super().agrees(stage, actual, edits, unused, form)
 
@@ -889,11 +896,6 @@ def _are_stages(step: Any, names: Iterable[str]) -> bool:
 def _num_bytes(step: Mapping[str, np.ndarray]) -> int:
     """Return the size of the stages of a step."""
     return sum(x.nbytes for x in step.values())
-
-
-def _size_of(x: np.ndarray) -> float:
-    """Return the root mean square of finite values."""
-    return norms_of(x, np.isfinite(x))["rms"]
 
 
 def _by_step(values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:

@@ -63,6 +63,10 @@ class WholeStages(Mapping[str, Comparison]):
     def __len__(self) -> int:
         return len(self._observed)
 
+    def __contains__(self, name: object) -> bool:
+        # Without this method, a mapping looks the name up, which compares the whole stage.
+        return name in self._observed
+
     def __getitem__(self, name: str) -> Comparison:
         if name not in self._compared:
             self._compared[name] = self._comparison(name)
@@ -72,7 +76,7 @@ class WholeStages(Mapping[str, Comparison]):
         """Return the error / budget of each token alone, (T,) or (S,); empty for a stage that
         passed, or without tokens.
         """
-        if self[name].passed:
+        if name in self._passed or self[name].passed:
             return np.zeros(0)
         if name not in self._by_token:
             self._by_token[name] = self._measured_by_token(name)

@@ -110,55 +110,41 @@ class Work:
         finally:
             del self._limits[-2:]
 
-    # Each product and comparison of a search comes here. So enclosing counts are a loop: recursion
-    # doubled the calls.
 
-    def ask(self, seconds: float, *, of_part: bool = False) -> None:
-        """Raise a TimeoutError if this many more seconds exceed a limit, or the limit of a part
-        alone.
-        """
-        work: Work | None = self
-        while work is not None:
-            for limit in work._limits:
-                if of_part and limit.part:
-                    continue
-                if work.spent + seconds > limit.seconds:
-                    if limit.part:
-                        work.cut_short(limit.part)
-                    raise TimeoutError
-            work = work._outer
-
-    def add(self, seconds: float) -> None:
-        """Count spent seconds."""
-        work: Work | None = self
-        while work is not None:
-            work.spent += seconds
-            work = work._outer
+# Each product and comparison of a search comes here. So enclosing counts are a loop: recursion
+# doubled the calls.
 
 
 def ask(seconds: float, *, of_part: bool = False) -> None:
-    """Raise a TimeoutError if this many more seconds exceed a limit of the active count, if any.
+    """Raise a TimeoutError if this many more seconds exceed a limit of the active count, or of one
+    that encloses it.
 
     For uncounted work, `of_part` checks only the limit of the running part alone.
     """
     work = _current.get()
-    if work is not None:
-        work.ask(seconds, of_part=of_part)
-
-
-def begin(seconds: float) -> None:
-    """Request seconds and add them in advance to the active count, if any."""
-    work = _current.get()
-    if work is not None:
-        work.ask(seconds)
-        work.add(seconds)
+    while work is not None:
+        for limit in work._limits:
+            if of_part and limit.part:
+                continue
+            if work.spent + seconds > limit.seconds:
+                if limit.part:
+                    work.cut_short(limit.part)
+                raise TimeoutError
+        work = work._outer
 
 
 def spend(seconds: float) -> None:
-    """Add spent seconds to the active count, if any."""
+    """Add spent seconds to the active count, if any, and to those that enclose it."""
     work = _current.get()
-    if work is not None:
-        work.add(seconds)
+    while work is not None:
+        work.spent += seconds
+        work = work._outer
+
+
+def begin(seconds: float) -> None:
+    """Request seconds, and add them in advance."""
+    ask(seconds)
+    spend(seconds)
 
 
 @contextmanager
@@ -195,13 +181,10 @@ PER_ROUNDED = 2e-8
 
 def spend_on(*arrays: np.ndarray) -> None:
     """Add the work of a comparison of arrays."""
-    work = _current.get()
-    if work is None:
-        return
     numbers = 0
     for x in arrays:
         numbers += x.size
-    work.add(PER_STEP + PER_NUMBER * numbers)
+    spend(PER_STEP + PER_NUMBER * numbers)
 
 
 def run(step: Step, values: Values) -> dict[str, np.ndarray]:

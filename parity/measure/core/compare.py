@@ -304,13 +304,7 @@ def judged(
     actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
 ) -> Judgement:
     """Compare an array with the expected one, of the same shape, by the tolerance in each norm."""
-    return _judged(whole_rows(actual, stage), whole_rows(expected, stage), allowed, stage)[0]
-
-
-def _judged(
-    actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
-) -> tuple[Judgement, np.ndarray]:
-    """Compare whole rows, and also return the absolute errors."""
+    actual, expected = whole_rows(actual, stage), whole_rows(expected, stage)
     errors = errors_of(actual, expected)
     measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
     if "slope" in allowed:
@@ -328,7 +322,7 @@ def _judged(
     error = measured["rms"]
     if stage_named(stage).is_exact:
         error = float(errors.mean())
-    return Judgement(error, ratios[norm], norm, measured, allowed), errors
+    return Judgement(error, ratios[norm], norm, measured, allowed)
 
 
 def measure(
@@ -349,8 +343,10 @@ def measure(
         ulps_of: name of the dtype whose units in the last place are counted.
     """
     stage = label.stage
-    actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
-    judgement, errors = _judged(actual, expected, allowed, stage)
+    actual = whole_rows(actual, stage).astype(np.float64)
+    expected = whole_rows(expected, stage).astype(np.float64)
+    judgement = judged(actual, expected, allowed, stage)
+    errors = errors_of(actual, expected)
     if judgement.norm == "zeros":
         errors = with_wrong_zeros(errors, actual, expected, allowed)
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
@@ -386,14 +382,21 @@ def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> floa
     The line passes through 0. Least squares over the finite elements. For n independent errors it
     is sqrt(n) times smaller than their root mean square.
     """
-    x = expected[counted].astype(np.float64)
+    x = _elements(expected, counted).astype(np.float64, copy=False)
     if not x.size:
         return 0.0
     size = math.sqrt(_mean(x**2))
     if size == 0.0:  # zeros, or numbers whose squares are too small for float64
         return 0.0
-    errors = actual[counted].astype(np.float64) - x
+    errors = _elements(actual, counted).astype(np.float64, copy=False) - x
     return abs(_mean(errors * x)) / size
+
+
+def _elements(x: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """Return some elements of an array, in one dimension; not a copy if it is all of them."""
+    if counted.all():
+        return x.reshape(-1)
+    return x[counted]
 
 
 def _mean(x: np.ndarray) -> float:
@@ -428,15 +431,22 @@ def whole_rows(x: np.ndarray, stage: str) -> np.ndarray:
     if not stage_named(stage).is_attn_weights or x.ndim == 0:
         return x
     has_nan = np.isnan(x).any(axis=-1, keepdims=True)
+    if not has_nan.any():
+        return x
     return np.where((x == 0) & has_nan, np.full_like(x, np.nan), x)
 
 
 def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
     """Return root mean square and largest absolute value of some elements; 0 if there are none."""
-    values = np.abs(x[counted], dtype=np.float64)
+    values = np.abs(_elements(x, counted), dtype=np.float64)
     if not values.size:
         return {"rms": 0.0, "max": 0.0}
     return {"rms": math.sqrt(_mean(values**2)), "max": float(values.max())}
+
+
+def size_of(x: np.ndarray) -> float:
+    """Return the root mean square of the finite elements of an array; 0 if there are none."""
+    return norms_of(x, np.isfinite(x))["rms"]
 
 
 def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
@@ -529,7 +539,7 @@ def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float)
     values are weighted like these, so the fourth moment of the values matters.
     """
     counted = np.isfinite(expected) & np.isfinite(same_precision.astype(np.float64))
-    squares = expected[counted].astype(np.float64) ** 2
+    squares = _elements(expected, counted).astype(np.float64, copy=False) ** 2
     if not squares.any():
         return 0.0
     by_chance = noise * math.sqrt(_mean(squares**2) / squares.size) / _mean(squares)
@@ -632,7 +642,7 @@ def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
 def _correlation(actual: np.ndarray, expected: np.ndarray) -> float | None:
     """Return the Pearson correlation; None if it is not defined."""
     has_expected = ~np.isnan(expected)
-    actual, expected = actual[has_expected], expected[has_expected]
+    actual, expected = _elements(actual, has_expected), _elements(expected, has_expected)
     if not (actual.size and np.isfinite(actual).all()):
         return None
     # The mean of equal floats may differ from them by rounding, which would correlate.

@@ -9,7 +9,7 @@ import numpy as np
 
 from parity.explain.diagnosis.bugs.families import CAUSAL, CHUNK, PADDING, WINDOW
 from parity.explain.diagnosis.bugs.record import Edit, instead, known_bug
-from parity.explain.diagnosis.bugs.sites import Overrides, before
+from parity.explain.diagnosis.bugs.sites import Overrides, always, before
 from parity.measure.core.case import Case
 
 of_mask = partial(known_bug, stages=("mask",))
@@ -70,7 +70,7 @@ def by_slot(case: Case) -> Iterator[Edit]:
     yield of_mask(
         "cache-mask-by-slot",
         "the mask compares positions with the numbers of slots instead of the tokens in them",
-        {"tokens_in_slots": instead(lambda index: in_order)},
+        {"tokens_in_slots": always(in_order)},
         fix="keep the position of the token in each slot, and mask by that",
         page="cache-slots",
     )
@@ -120,7 +120,7 @@ def causal(case: Case) -> Iterator[Edit]:
         yield bug(
             "causal-excludes-self",
             "no token attends to itself: the causal mask starts one key too early",
-            {"is_later": instead(lambda t, s: s >= t)},
+            {"is_later": instead(np.less_equal)},  # t <= s
         )
     is_square = case.seq_len == case.key_len and not case.is_cached and case.seq_len > 1
     is_triangle = is_square and is_causal
@@ -128,7 +128,7 @@ def causal(case: Case) -> Iterator[Edit]:
         yield bug(
             "causal-transposed",
             "each token attends to itself and later tokens: the causal mask is transposed",
-            {"is_later": instead(lambda t, s: s < t)},
+            {"is_later": instead(np.greater)},  # t > s
             fix="hide every key after the query, s > t: the upper triangle without the diagonal",
         )
     if (is_triangle and case.key_padding_lengths) or (is_square and case.has_own_mask):

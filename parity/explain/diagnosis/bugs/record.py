@@ -156,4 +156,8 @@ def with_spec(spec: AttentionSpec) -> Edit:
 
 def instead(function: Callable[..., Any]) -> Override:
     """Return an override that needs only the inputs."""
-    return lambda _, original, *inputs: function(*inputs)
+
+    def override(_: Any, original: Any, *inputs: Any) -> Any:
+        return function(*inputs)
+
+    return override

@@ -15,6 +15,7 @@ from parity.explain.diagnosis.bugs.record import Edit, Override, instead, known_
 from parity.explain.diagnosis.bugs.sites import Overrides, always, attn_weights
 from parity.explain.diagnosis.bugs.specs import of_spec
 from parity.measure.core.case import Case
+from parity.measure.core.divisors import wrong_divisors
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
 
@@ -43,7 +44,7 @@ def scale(case: Case) -> Iterator[Edit]:
     for divisor, (name, words) in _divisors(spec, right).items():
         if divisor != right:
             yield of_scores(
-                f"scale-{name}",
+                name,
                 family.about.format(found=words + times, right=right_words + times),
                 {"scale": always(divisor / mscale_squared)},
                 fix=fix,
@@ -75,21 +76,30 @@ def scale(case: Case) -> Iterator[Edit]:
 
 def _divisors(spec: AttentionSpec, right: float) -> dict[float, tuple[str, str]]:
     """Return usual divisors of scores, each with the first of its names and all descriptions."""
-    squared, squared_words, inverse_words = float(spec.head_dim), "1 / H", "sqrt(H)"
+    squared_words, inverse_words = "1 / H", "sqrt(H)"
     if spec.scale is not None:
-        squared, squared_words = right**2, f"the square of {spec.scale:g}"
+        squared_words = f"the square of {spec.scale:g}"
         inverse_words = f"1 / {spec.scale:g}"
+    wrong = {
+        **wrong_divisors(spec.head_dim, spec.d_model, spec.scale),
+        "scale-by-value-head-dim": math.sqrt(spec.value_head_dim),
+        "scale-by-num-heads": math.sqrt(spec.num_heads),
+        "scale-fourth-root": float(spec.head_dim**0.25),
+        "scale-inverted": 1.0 / right,
+    }
+    words_of = {
+        "scale-missing": "1 (missing)",
+        "scale-ignored": "1 / sqrt(H)",
+        "scale-squared": squared_words,
+        "scale-by-d-model": "1 / sqrt(d_model)",
+        "scale-by-value-head-dim": "1 / sqrt(value_head_dim)",
+        "scale-by-num-heads": "1 / sqrt(N)",
+        "scale-fourth-root": "the fourth root of 1 / H",
+        "scale-inverted": inverse_words,
+    }
     divisors: dict[float, tuple[str, str]] = {}
-    for name, words, divisor in (
-        ("missing", "1 (missing)", 1.0),
-        ("ignored", "1 / sqrt(H)", math.sqrt(spec.head_dim)),
-        ("squared", squared_words, squared),
-        ("by-d-model", "1 / sqrt(d_model)", math.sqrt(spec.d_model)),
-        ("by-value-head-dim", "1 / sqrt(value_head_dim)", math.sqrt(spec.value_head_dim)),
-        ("by-num-heads", "1 / sqrt(N)", math.sqrt(spec.num_heads)),
-        ("fourth-root", "the fourth root of 1 / H", float(spec.head_dim**0.25)),
-        ("inverted", inverse_words, 1.0 / right),
-    ):
+    for name, divisor in wrong.items():
+        words = words_of[name]
         if divisor in divisors:
             first_name, earlier_words = divisors[divisor]
             divisors[divisor] = first_name, f"{earlier_words} or {words}"

@@ -16,8 +16,8 @@ from parity.explain.diagnosis.bugs.families import (
     SINKS,
     SOFTMAX,
 )
-from parity.explain.diagnosis.bugs.record import Edit, Override, instead, known_bug
-from parity.explain.diagnosis.bugs.sites import after, attn_weights
+from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
+from parity.explain.diagnosis.bugs.sites import after, always, attn_weights
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
@@ -37,7 +37,7 @@ def mask_as_number(case: Case) -> Iterator[Edit]:
         (
             "added",
             "the mask is added to the scores as 0 and 1, so hidden keys get more weight",
-            lambda scores, mask: scores + mask,
+            np.add,
         ),
         (
             "added-inverted",
@@ -183,7 +183,7 @@ def sinks(case: Case) -> Iterator[Edit]:
     if not spec.sinks:
         return
     bug = SINKS.seen_in("attn_weights")
-    none = {"sinks": instead(lambda: None)}
+    none = {"sinks": always(None)}
     yield bug("sinks-ignored", "the sinks are missing", none)
     yield bug(
         "sinks-zero",

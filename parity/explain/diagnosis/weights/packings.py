@@ -8,13 +8,14 @@ is linear in the size of the weights.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.explain.diagnosis.bugs.weights import MISREAD
+from parity.explain.diagnosis.packed_rows import RowOrder, row_orders
 from parity.explain.diagnosis.weights.roles import digests, matched
 from parity.explain.diagnosis.weights.ulps import coarser
 from parity.measure.core.weights import Weights
@@ -23,10 +24,6 @@ from parity.port.conversion.layouts import LAYOUTS, Layout
 from parity.port.conversion.layouts.layout import broken_rules
 
 LETTERS = {"q_proj": "q", "gate_proj": "g", "k_proj": "k", "v_proj": "v"}
-WORDS = {"q": "queries", "g": "gates", "k": "keys", "v": "values"}
-
-BLOCKS = (2, 4, 8)
-"""Numbers of blocks in which known programs divide packed rows."""
 
 FEWEST_COLUMNS = 64
 """Columns that are hashed first, because all take longer; a match is then checked on all columns.
@@ -67,45 +64,6 @@ class PackingError:
     fix: str = ""
     bug: str = MISREAD
     is_mixed: bool = True
-
-
-@dataclass(frozen=True)
-class _Packing:
-    """An order of the rows of q, k and v (and a gate) in one tensor.
-
-    Attributes:
-        kind: `whole`, all heads of one projection, then of the next; `grouped`, all projections of
-            a group, then of the next group; `blocks`; or `feature`, all projections of one feature,
-            then of the next feature.
-        letters: the order of the projections.
-        blocks: number of blocks.
-        words: description.
-    """
-
-    kind: str
-    letters: str
-    blocks: int
-    words: str
-
-    def layouts(self, spec: AttentionSpec) -> list[str]:
-        """Return the layouts that pack the rows of a layer in this order."""
-        names = []
-        for name, layout in LAYOUTS.items():
-            if self._is_of(layout) and not broken_rules(spec, layout)[0]:
-                names.append(name)
-        return names
-
-    def _is_of(self, layout: Layout) -> bool:
-        # Other pairs of RoPE or padding would change the rows in addition to their order.
-        if self.kind == "feature" or layout.rope != "half" or layout.padded:
-            return False
-        weights = [tensor for tensor in layout.tensors if tensor.kind == "weight"]
-        packed = [tensor for tensor in weights if not tensor.is_shared]
-        if self.letters not in [tensor.holds for tensor in packed]:
-            return False
-        if self.kind == "grouped":
-            return layout.grouped
-        return not layout.grouped and layout.blocks == self.blocks
 
 
 def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> PackingError | None:
@@ -156,19 +114,42 @@ def _is_mixed(order: np.ndarray, sizes: dict[str, int]) -> bool:
     return False
 
 
-def _fix(packed: _Packing, read: _Packing, spec: AttentionSpec) -> str:
+def _fix(packed: RowOrder, read: RowOrder, spec: AttentionSpec) -> str:
     """Return how to read the tensor, if the first file is right, and if the second is."""
     fix_of_second = f"if the first is right, {_instruction('second', packed, spec)}"
     fix_of_first = f"if the second is right, {_instruction('first', read, spec)}"
     return f"{fix_of_second}; {fix_of_first}"
 
 
-def _instruction(file: str, packing: _Packing, spec: AttentionSpec) -> str:
-    """Return how to read a file that has a packing: as a layout, if one has this order."""
-    layouts = packing.layouts(spec)
+def _instruction(file: str, order: RowOrder, spec: AttentionSpec) -> str:
+    """Return how to read a file that packs rows in an order: as a layout, if one has it."""
+    layouts = _layouts_with(order, spec)
     if layouts:
         return f"read the {file} as {some_of(layouts, 3)}"
-    return f"split the rows of the {file} as {packing.words}"
+    return f"split the rows of the {file} as {order.words}"
+
+
+def _layouts_with(order: RowOrder, spec: AttentionSpec) -> list[str]:
+    """Return the layouts that pack the rows of a layer in an order."""
+    names = []
+    for name, layout in LAYOUTS.items():
+        if _packs_in(layout, order) and not broken_rules(spec, layout)[0]:
+            names.append(name)
+    return names
+
+
+def _packs_in(layout: Layout, order: RowOrder) -> bool:
+    # Other pairs of RoPE or padding would change the rows in addition to their order.
+    if layout.rope != "half" or layout.padded:
+        return False
+    weights = [tensor for tensor in layout.tensors if tensor.kind == "weight"]
+    packed = [tensor for tensor in weights if not tensor.is_shared]
+    if order.letters not in [tensor.holds for tensor in packed]:
+        return False
+    if order.kind == "grouped":
+        return layout.grouped
+    is_in_blocks = order.kind in ("whole", "blocks")
+    return is_in_blocks and not layout.grouped and layout.blocks == order.blocks
 
 
 def _joined(weights: Weights, names: Iterable[str]) -> np.ndarray:
@@ -210,62 +191,19 @@ def _is_order(order: np.ndarray, before: np.ndarray, after: np.ndarray) -> bool:
 
 def _misread(
     order: np.ndarray, sizes: dict[str, int], spec: AttentionSpec
-) -> tuple[_Packing, _Packing] | None:
+) -> tuple[RowOrder, RowOrder] | None:
     """Return the order in which rows are packed, and that in which they were read, if known."""
-    known = [*_packings(sizes, spec)]
-    by_rows: dict[bytes, _Packing] = {}
-    for packing, rows in known:
-        by_rows.setdefault(rows.tobytes(), packing)
+    known = [*row_orders(sizes, spec)]
+    by_rows: dict[bytes, RowOrder] = {}
+    for packed in known:
+        by_rows.setdefault(packed.rows.tobytes(), packed)
     # A reader takes row rows[i] of a projection from place i; so the packed rows are those of the
     # first in that order.
-    for read, rows in known:
-        packed = by_rows.get(order[rows].tobytes())
+    for read in known:
+        packed = by_rows.get(order[read.rows].tobytes())
         if packed is not None:
             return packed, read
     return None
-
-
-def _packings(sizes: dict[str, int], spec: AttentionSpec) -> Iterator[tuple[_Packing, np.ndarray]]:
-    """Yield orders of packed rows, usual ones first.
-
-    Each has the number of every packed row in the order q, gate, k, v.
-    """
-    rows: dict[str, np.ndarray] = {}
-    end = 0
-    for letter, size in sizes.items():
-        rows[letter] = np.arange(end, end + size)
-        end += size
-    usual = [letter for letter in "qgkv" if letter in rows]
-    orders = ["".join(letters) for letters in itertools.permutations(usual)]
-    for letters in orders:
-        words = ", then all ".join(WORDS[letter] for letter in letters)
-        whole = np.concatenate([rows[letter] for letter in letters])
-        yield _Packing("whole", letters, 1, f"all {words}"), whole
-    num_groups = spec.num_kv_heads
-    owner = "head" if num_groups == spec.num_heads else "key/value head"
-    for letters in orders:
-        heads = []
-        for letter in letters:
-            count = spec.num_heads // num_groups if letter in "qg" else 1
-            heads += [letter] * count
-        words = f"[{' '.join(heads)}] for each {owner}"
-        yield _Packing("grouped", letters, 1, words), _in_blocks(rows, letters, num_groups)
-    for blocks, letters in itertools.product(BLOCKS, orders):
-        # Blocks of one key/value head each are groups.
-        if num_groups % blocks == 0 and blocks < num_groups:
-            shares = ", ".join(WORDS[letter] for letter in letters)
-            words = f"{blocks} blocks, each with its {shares}"
-            yield _Packing("blocks", letters, blocks, words), _in_blocks(rows, letters, blocks)
-    if len(set(sizes.values())) == 1:
-        for letters in orders:
-            words = f"[{' '.join(letters)}] for each feature of a head"
-            yield _Packing("feature", letters, 1, words), _in_blocks(rows, letters, sizes["q"])
-
-
-def _in_blocks(rows: dict[str, np.ndarray], letters: str, blocks: int) -> np.ndarray:
-    """Return the rows of all projections in blocks, each with its share of every projection."""
-    shares = [rows[letter].reshape(blocks, -1) for letter in letters]
-    return np.concatenate(shares, axis=1).reshape(-1)
 
 
 def _runs(order: np.ndarray, sizes: dict[str, int]) -> str:

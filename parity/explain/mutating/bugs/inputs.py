@@ -5,8 +5,6 @@ rounded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 
 from parity.explain.mutating.calls import BuggyCall, Call, Injection, OutputChanged
 from parity.explain.mutating.compare import dtype_name
+from parity.measure.core.divisors import WRONG_DIVISORS, wrong_divisors
 from parity.measure.core.orders import HEAD_ORDERS, WrongHeadOrder, reordered, tiled_heads
 
 # ---- Exchanged -----------------------------------------------------------------------------------
@@ -100,66 +99,32 @@ def _heads_not_moved_back(call: Call) -> BuggyCall | None:
 # ---- Scale ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ScoreDivisor:
-    """The right divisor of scores, and what a wrong one is computed from.
-
-    Attributes:
-        right: sqrt(H), or the one that a call specifies.
-        head_dim: H.
-        query_width: features of all query heads together.
-    """
-
-    right: float
-    head_dim: int
-    query_width: int
-
-
-WrongDivisor = Callable[[ScoreDivisor], float]
-
-
-def _no_divisor(divisor: ScoreDivisor) -> float:
-    return 1.0
-
-
-def _squared_divisor(divisor: ScoreDivisor) -> float:
-    return divisor.right**2
-
-
-def _divisor_of_width(divisor: ScoreDivisor) -> float:
-    return math.sqrt(divisor.query_width)
-
-
-def _usual_divisor(divisor: ScoreDivisor) -> float:
-    return math.sqrt(divisor.head_dim)
-
-
-DIVISORS: dict[str, WrongDivisor] = {
-    "scale-missing": _no_divisor,
-    "scale-squared": _squared_divisor,
-    "scale-by-d-model": _divisor_of_width,
-}
-"""Wrong divisors of scores, by the names of bugs."""
+def _own_scale(call: Call) -> float | None:
+    """Return the scale that a call specifies, if any."""
+    scale = call.get("scale")
+    if isinstance(scale, (int, float)) and scale:
+        return float(scale)
+    return None
 
 
 def _right_divisor(call: Call) -> float:
     """Return the divisor of the scores: sqrt(H), or the one that the call specifies."""
-    scale = call.get("scale")
-    if isinstance(scale, (int, float)) and scale:
-        return 1.0 / float(scale)
-    return math.sqrt(call.get("query").shape[-1])
+    scale = _own_scale(call)
+    if scale is None:
+        return math.sqrt(call.get("query").shape[-1])
+    return 1.0 / scale
 
 
-def _scaled(call: Call, *, wrong: WrongDivisor) -> Call | None:
-    """Divide scores by another number, by scaling the queries."""
+def _scaled(call: Call, *, bug: str) -> Call | None:
+    """Divide scores by the wrong number of a bug, by scaling the queries."""
     query = call.get("query")
     head_dim = query.shape[-1]
-    query_width = head_dim * query.shape[call.head_axis]
-    divisor = ScoreDivisor(_right_divisor(call), head_dim, query_width)
-    wrong_divisor = wrong(divisor)
-    if math.isclose(wrong_divisor, divisor.right):
+    width = head_dim * query.shape[call.head_axis]
+    wrong = wrong_divisors(head_dim, width, _own_scale(call))[bug]
+    right = _right_divisor(call)
+    if math.isclose(wrong, right):
         return None
-    return call.but(query=query * (divisor.right / wrong_divisor))
+    return call.but(query=query * (right / wrong))
 
 
 def _scaled_after_softmax(call: Call) -> BuggyCall | None:
@@ -216,10 +181,10 @@ def _all_injections() -> tuple[Injection, ...]:
         Injection("heads-not-moved", NEEDS_HEADS, _heads_not_moved),
         Injection("heads-not-moved-back", NEEDS_HEADS, _heads_not_moved_back),
     ]
-    for name, wrong_divisor in DIVISORS.items():
-        injections.append(Injection(name, NEEDS_HEADS, partial(_scaled, wrong=wrong_divisor)))
+    for bug in WRONG_DIVISORS:
+        injections.append(Injection(bug, NEEDS_HEADS, partial(_scaled, bug=bug)))
     injections += [
-        Injection("scale-ignored", (*NEEDS_HEADS, "scale"), partial(_scaled, wrong=_usual_divisor)),
+        Injection("scale-ignored", (*NEEDS_HEADS, "scale"), partial(_scaled, bug="scale-ignored")),
         Injection("scale-after-softmax", NEEDS_HEADS, _scaled_after_softmax),
         Injection("batch-as-tokens", ("layer",), _batch_as_tokens),
         Injection("precision-bfloat16", (), _rounded),

@@ -11,16 +11,12 @@ import numpy as np
 
 from mha_spec import Rope
 from parity.explain.conformance.signatures import PROJECTIONS
-from parity.explain.mutating.bugs.inputs import (
-    DIVISORS,
-    ScoreDivisor,
-    WrongDivisor,
-)
 from parity.explain.mutating.bugs.rope import has_rope
 from parity.explain.mutating.calls import Call, Function, Injection
 from parity.explain.mutating.compare import Unfit
 from parity.explain.mutating.trials import with_order_tried
 from parity.explain.mutating.weights import Arrays, Projections, projections_in
+from parity.measure.core.divisors import WRONG_DIVISORS, wrong_divisors
 from parity.measure.core.orders import (
     HEAD_ORDERS,
     WrongHeadOrder,
@@ -136,14 +132,14 @@ def _times(weights: Projections, projection: str, factor: float) -> Arrays:
     return changed
 
 
-def _scaled(weights: Projections, *, wrong: WrongDivisor) -> Arrays:
-    """Divide scores by another number, by scaling the projection of queries."""
+def _scaled(weights: Projections, *, bug: str) -> Arrays:
+    """Divide scores by the wrong number of a bug, by scaling the projection of queries."""
     spec = weights.spec
-    divisor = ScoreDivisor(math.sqrt(spec.head_dim), spec.head_dim, spec.q_width)
-    wrong_divisor = wrong(divisor)
-    if math.isclose(wrong_divisor, divisor.right):
+    right = math.sqrt(spec.head_dim)
+    wrong = wrong_divisors(spec.head_dim, spec.q_width)[bug]
+    if math.isclose(wrong, right):
         raise Unfit("the scale is 1 with and without it")
-    return _times(weights, "q_proj", divisor.right / wrong_divisor)
+    return _times(weights, "q_proj", right / wrong)
 
 
 def _scaled_after_softmax(weights: Projections) -> Arrays:
@@ -268,8 +264,8 @@ def _injections_of_weights() -> tuple[Injection, ...]:
     for projection in BIASES_THAT_MATTER:
         change = partial(_without_bias, projection=projection)
         injections.append(_injection(f"{projection}-bias-missing", change, "biases"))
-    for name, wrong_divisor in DIVISORS.items():
-        injections.append(_injection(name, partial(_scaled, wrong=wrong_divisor)))
+    for bug in WRONG_DIVISORS:
+        injections.append(_injection(bug, partial(_scaled, bug=bug)))
     injections.append(_injection("out-proj-missing", _without_out_proj))
     return tuple(injections)
 

@@ -131,4 +131,4 @@ def test_packed_order_is_named_by_outputs():
     for observed in ({"output": wrong["output"]}, {name: wrong[name] for name in "qkv"}):
         pattern = only_edit(observed, problem)
         assert pattern.page == "fused-qkv"
-        assert pattern.about.startswith("a packed weight of all queries, then key and value")
+        assert pattern.about.startswith("a packed weight of all queries, then [k v] for each")

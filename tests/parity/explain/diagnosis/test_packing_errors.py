@@ -7,6 +7,7 @@ import pytest
 
 from parity import AttentionSpec, compare_weights, convert, diagnose_weights, random_weights
 from parity.explain.diagnosis.bugs.families import FUSED_QKV
+from parity.explain.diagnosis.packed_rows import row_orders
 from parity.explain.diagnosis.weights.packings import find_packing_error
 from parity.measure.core.weights import save_weights
 from parity.port.conversion.layouts import LAYOUTS
@@ -108,6 +109,19 @@ def test_unknown_packing_order_is_described(dtype):
     order = "[v k q q q q] for each key/value head"
     assert first == f"if the first is right, split the rows of the second as {order}"
     assert second.startswith("if the second is right, read the first as transformers.Falcon")
+
+
+def test_orders_of_rows_are_permutations():
+    """Each order of packed rows has every row once, and words of its own, also with a gate."""
+    for spec in (GROUPED, HEADS, EIGHT):
+        for letters in ("qkv", "qgkv", "qk"):
+            widths = {"q": spec.q_width, "g": spec.q_width, "k": spec.k_width, "v": spec.v_width}
+            sizes = {letter: widths[letter] for letter in letters}
+            orders = list(row_orders(sizes, spec))
+            for order in orders:
+                assert sorted(order.rows) == list(range(sum(sizes.values()))), order.words
+            assert len({order.words for order in orders}) == len(orders)
+            assert orders[0].words == CONCATENATED or letters != "qkv"
 
 
 def test_interleaved_features_are_found():
