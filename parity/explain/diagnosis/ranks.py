@@ -11,8 +11,15 @@ import numpy as np
 from mha_spec import InputError
 from parity.explain.diagnosis.bugs import edited_layer
 from parity.explain.diagnosis.bugs.ranks import RankBug, SharedProblem, rank_bugs, without_widths
-from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.findings import FINDING, Finding, Line, text_of
+from parity.explain.diagnosis.bugs.record import Edit, WrongField
+from parity.explain.diagnosis.findings import (
+    FINDING,
+    LIKELY_BUG,
+    UNEXPLAINED,
+    Finding,
+    Line,
+    text_of,
+)
 from parity.measure.core.arrays import stages_of
 from parity.measure.core.compare import SAME_PRECISION, Comparison, Label, compare
 from parity.measure.core.problem import Problem
@@ -87,6 +94,11 @@ class RankDiagnosis(JsonRecord):
         return self._finding.fix
 
     @property
+    def wrong_fields(self) -> tuple[WrongField, ...]:
+        """The fix as data, `Finding.wrong_fields`."""
+        return self._finding.wrong_fields
+
+    @property
     def more(self) -> str:
         """The command that prints more; empty if there is no page."""
         return self._finding.more
@@ -101,9 +113,9 @@ class RankDiagnosis(JsonRecord):
             return
         finding = self.findings[0]
         if not finding.is_explained:
-            yield "Likely bug", "unknown: no known bug of divided layers explains all ranks"
+            yield UNEXPLAINED, "no known bug of divided layers explains all ranks"
         else:
-            yield "Likely bug", self.likely_bug
+            yield LIKELY_BUG, self.likely_bug
             yield "", f"  {finding.about}"
         for about in finding.others if verbose else finding.others[:1]:
             yield "", f"  or {about}: the observed stages cannot distinguish them"

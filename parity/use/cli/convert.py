@@ -222,7 +222,7 @@ def run(options: argparse.Namespace) -> Result:
         ),
         (
             "quantized in the source, and written as the float32 values that they represent",
-            converted.dequantised,
+            converted.dequantized,
         ),
     ):
         if names:

@@ -34,12 +34,12 @@ do not spread over a wide terminal.
 
 
 def print_conformance(
-    subjects: Sequence[Conformance], out: Console, again: Callable[[str, str], str]
+    subjects: Sequence[Conformance], out: Console, rerun: Callable[[str, str], str]
 ) -> None:
     """Print the matrix, with as many targets side by side as fit, and each broken guarantee below
     it.
 
-    `again` returns the command that repeats a check, from the names of a target and a check.
+    `rerun` returns the command that repeats a check, from the names of a target and a check.
     """
     examined = [subject for subject in subjects if not subject.missing]
     between = width_between_columns(out)
@@ -51,7 +51,7 @@ def print_conformance(
             print_line(out, f"{subject.name}: {subject.missing}", "dim")
     _print_refusals(examined, out)
     for subject in examined:
-        _print_broken(subject, out, again)
+        _print_broken(subject, out, rerun)
     out.print()
     _print_verdict(examined, out)
 
@@ -90,12 +90,12 @@ def _print_refusals(subjects: Sequence[Conformance], out: Console) -> None:
         rejected = [answer for answer in subject.answers if answer.refusal]
         by_refusal = grouped(rejected, lambda answer: answer.refusal)
         for refusal, answers in by_refusal.items():
-            lines.append(f"{subject.name}, {_questions(answers)}: refused ({refusal})")
+            lines.append(f"{subject.name}, {_questions(answers)}: rejected ({refusal})")
     if lines:
         print_line(out, "\n" + "\n".join(lines), "dim")
 
 
-def _print_broken(subject: Conformance, out: Console, again: Callable[[str, str], str]) -> None:
+def _print_broken(subject: Conformance, out: Console, rerun: Callable[[str, str], str]) -> None:
     """Print the broken guarantees of a target, those by the same error of its code together."""
     by_error = grouped(subject.broken, lambda answer: answer.error or answer.question)
     for answers in by_error.values():
@@ -104,7 +104,7 @@ def _print_broken(subject: Conformance, out: Console, again: Callable[[str, str]
         print_line(out, first.example, "red")
         if len(answers) > 1:
             print_line(out, f"  also    {_questions(answers[1:])}, by the same error", "red")
-        print_line(out, f"  again   {again(subject.name, first.question)}")
+        print_line(out, f"  rerun   {rerun(subject.name, first.question)}")
 
 
 def _questions(answers: Sequence[Answer]) -> str:

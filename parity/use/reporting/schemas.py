@@ -203,10 +203,10 @@ SCHEMAS = {
                 "left_out": "entries that are not tensors",
                 "unconverted": "other layers, which keep the layout of the source",
                 "optimizer_state": "optimizer tensors of the layers, which keep the old layout",
-                "not_carried": "attention settings that are not read",
+                "ignored_settings": "attention settings that are not read",
                 "path": "written file, or the index of its shards",
                 "missing": "layers that the configuration requires and the file lacks",
-                "dequantised": (
+                "dequantized": (
                     "quantized tensors that were written as the values that they represent"
                 ),
                 "joined": "norms over the width of all heads in files of ranks",

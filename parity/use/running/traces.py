@@ -95,6 +95,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             with_gradients=any(stage_named(stage).is_gradient for stage in parts["accumulated"]),
             skipped=printable(metadata.get("skipped", "")),
             error=printable(metadata.get("error", "")),
+            path=str(path),
             folder=str(Path(path).parent),
         )
         arithmetic = trace.arithmetic
