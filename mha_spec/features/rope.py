@@ -60,6 +60,11 @@ class Rope(Record):
 
     Source: RoFormer, arXiv:2104.09864, section 3.2.2; half-split pairs and rotary_dim as in
     GPT-NeoX; sections as in Qwen2-VL, arXiv:2409.12191, section 2.1.
+
+    Example:
+        >>> from mha_spec import Rope
+        >>> Rope(theta=500_000.0).pairs
+        'half'
     """
 
     theta: float = 10000.0

@@ -419,6 +419,18 @@ class Diagnosis(JsonRecord):
         sample: the part of a large layer that was searched.
         hidden: if nothing is wrong in 16 bits, the known bugs that these stages would only show in
             float32.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> import mha_torch
+        >>> problem = parity.make_problem("causal", "float32")
+        >>> wrong = replace(problem.spec, scale=1.0)
+        >>> layer = parity.load_into(mha_torch.MultiHeadAttention(wrong), problem.weights, wrong)
+        >>> query = parity.to_torch(problem.inputs["query"])
+        >>> diagnosis = parity.diagnose({"output": layer(query, is_causal=True)[0]}, problem)
+        >>> print(diagnosis)
+        Likely bug: scale-missing
+        ...
     """
 
     stage: str = ""

@@ -152,6 +152,20 @@ def diagnose_ranks(
     Raises:
         ValueError: if a rank is missing or has none of these stages, both or neither are divided,
             or the problem cannot be divided in this way.
+
+    Example:
+        >>> import mha_torch
+        >>> problem = parity.make_problem("causal", "float32")
+        >>> query = parity.to_torch(problem.inputs["query"])
+        >>> plan = parity.ShardPlan(tensor=2)
+        >>> ranks = []
+        >>> for rank in range(2):
+        ...     weights, spec = parity.shard(problem.weights, problem.spec, plan, rank)
+        ...     layer = parity.load_into(mha_torch.MultiHeadAttention(spec), weights, spec)
+        ...     output, _ = layer(query, is_causal=True)
+        ...     ranks.append({"output": output})
+        >>> print(parity.diagnose_ranks(ranks, problem, tensor=2))
+        nothing differs by more than rounding on any rank
     """
     if (tensor > 1) == (tokens > 1):
         raise InputError("either tensor or tokens", "be above 1", tensor=tensor, tokens=tokens)

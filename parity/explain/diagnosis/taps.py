@@ -84,6 +84,17 @@ def check_tap(
     Raises:
         TypeError, ValueError: if weights do not fit their spec, or the calls of a layer do not
             follow each other.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 16}
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+        >>> model = LlamaModel(LlamaConfig(**sizes, **heads)).eval()
+        >>> with torch.no_grad(), parity.tap(model) as tapped:
+        ...     _ = model(torch.arange(10).reshape(2, 5))
+        >>> spec, weights = parity.from_transformers(model.layers[0].self_attn)
+        >>> parity.check_tap(tapped, [spec], [weights]).passed
+        True
     """
     judge = _TapJudge(
         tapped,

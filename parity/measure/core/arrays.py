@@ -43,6 +43,10 @@ def to_numpy(x: Any) -> np.ndarray:
     Raises:
         TypeError: if it is not an array, or has no values: a tracer, or a tensor on torch's meta
             device.
+
+    Example:
+        >>> parity.to_numpy(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+        array([1, 2], dtype=bfloat16)
     """
     if isinstance(x, np.ndarray):
         return x
@@ -66,6 +70,10 @@ def to_torch(x: Any) -> torch.Tensor:
 
     Raises:
         TypeError: if it is not an array, or torch lacks its dtype.
+
+    Example:
+        >>> parity.to_torch(jnp.arange(3.0))
+        tensor([0., 1., 2.])
     """
     import torch
 
@@ -86,6 +94,10 @@ def to_jax(x: Any) -> jax.Array:
 
     Raises:
         TypeError: if it is not an array, or JAX lacks its dtype.
+
+    Example:
+        >>> parity.to_jax(torch.arange(3.0))
+        Array([0., 1., 2.], dtype=float32)
     """
     import jax
 

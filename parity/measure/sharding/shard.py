@@ -33,6 +33,10 @@ class ShardPlan:
         ValueError: if one is below 1.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3; Ring Attention, arXiv:2310.01889.
+
+    Example:
+        >>> parity.ShardPlan(tensor=4)
+        ShardPlan(tensor=4, context=1)
     """
 
     tensor: int
@@ -123,6 +127,13 @@ def shard(
             whose slopes depend on the number of all heads; and dropout of summed outputs.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
+
+    Example:
+        >>> spec = parity.AttentionSpec(64, 8)
+        >>> plan = parity.ShardPlan(tensor=2)
+        >>> weights, spec_of_rank = parity.shard(parity.random_weights(spec), spec, plan, rank=1)
+        >>> weights["q_proj.weight"].shape, spec_of_rank.num_heads
+        ((32, 64), 4)
     """
     own_spec = shard_spec(spec, plan, rank, alone=alone)
     heads = local_heads(spec, plan, rank)
@@ -153,6 +164,15 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
     Raises:
         TypeError, ValueError: see `shard` without `alone`; also if a rank is missing, or replicated
             weights differ between ranks.
+
+    Example:
+        >>> spec = parity.AttentionSpec(64, 8)
+        >>> weights = parity.random_weights(spec)
+        >>> plan = parity.ShardPlan(tensor=2)
+        >>> shards = [parity.shard(weights, spec, plan, rank)[0] for rank in range(2)]
+        >>> whole = parity.unshard(shards, spec, plan)
+        >>> np.array_equal(whole["q_proj.weight"], weights["q_proj.weight"])
+        True
     """
     _check(spec, plan, 0)
     if len(shards) != plan.num_ranks:

@@ -76,6 +76,10 @@ def plot_attention(
         OSError: if the file cannot be written.
         TypeError: if the weights are not real numbers.
         ValueError: if shapes, labels, heads or the path do not fit.
+
+    Example:
+        >>> attn_weights = np.full((2, 3, 3), 1 / 3)
+        >>> figure = parity.plot_attention(attn_weights, path="heads.png")
     """
     if path is None:
         packages.check_installed("a plot", "matplotlib")

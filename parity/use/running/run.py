@@ -81,6 +81,11 @@ def run_cases(
         ValueError: if a backend or dtype does not exist, there is nothing to run, also on a
             single named backend, a file to join is not a trace of a known case, or `jobs` does not
             fit.
+
+    Example:
+        >>> report = parity.run_cases([parity.CASES["textbook"]], ["torch"])
+        >>> report.status
+        0
     """
     cases = list(CASES.values() if cases is None else cases)
     about: dict[str, Any] = {

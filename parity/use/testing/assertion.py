@@ -49,7 +49,14 @@ it needs 71 in float32, 4.3 in float16.
 
 
 class ConventionWarning(UserWarning):
-    """A stage is right and recorded in another convention, or computed in another correct way."""
+    """A stage is right and recorded in another convention, or computed in another correct way.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", parity.ConventionWarning)
+        ...     parity.assert_parity(np.ones(3), np.ones(3))
+    """
 
 
 NEXT = (

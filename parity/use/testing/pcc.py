@@ -35,6 +35,14 @@ def assert_with_pcc(
     Raises:
         AssertionError: if they differ by more than the budget, or correlate less.
         TypeError, ValueError: as in `assert_parity`.
+
+    Example:
+        >>> expected = np.linspace(-1.0, 1.0, 64)
+        >>> parity.assert_with_pcc(expected, 1.1 * expected)
+        Traceback (most recent call last):
+        ...
+        AssertionError: PCC ... and wrong: output: PCC ..., ... of its budget
+        ...
     """
     __tracebackhide__ = True
     comparisons = compare_arrays(actual, expected, **options)

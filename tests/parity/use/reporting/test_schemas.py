@@ -170,20 +170,13 @@ def test_json_schemas_are_recorded():
     assert versions <= {path.stem for path in FOLDER.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("command", "content"),
-    [
-        ("cache-size", {"nbytes": "8"}),
-        ("cache-size", {"nbytes": 8, "bytes": 8}),
-        ("cache-size", {}),
-    ],
-)
-def test_other_json_is_not_valid(command, content):
+def test_other_json_is_not_valid():
     """A wrong type, an additional key or a missing one is not valid."""
-    head = {"schema": f"mha-parity/{command}", "version": SCHEMAS[command].version}
-    validator = jsonschema.Draft202012Validator(json_schema(command))
+    head = {"schema": "mha-parity/cache-size", "version": SCHEMAS["cache-size"].version}
+    validator = jsonschema.Draft202012Validator(json_schema("cache-size"))
     assert validator.is_valid({**head, "nbytes": 8})
-    assert not validator.is_valid({**head, **content})
+    for content in ({"nbytes": "8"}, {"nbytes": 8, "bytes": 8}, {}):
+        assert not validator.is_valid({**head, **content}), content
 
 
 @pytest.mark.costly("each command runs as a user calls it")
