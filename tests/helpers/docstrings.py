@@ -25,11 +25,11 @@ def docstring_of(name: str) -> str:
         if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == name:
             assert isinstance(below, ast.Expr)
             return str(ast.literal_eval(below.value))
-    raise AssertionError(f"{name} must have a docstring below it")
+    raise AssertionError(f"no docstring is below {name}")
 
 
 def failure_of_example(name: str, names: dict[str, Any]) -> str:
-    """Run the example in the docstring of a public name, and return what differs from the text.
+    """Run the example in the docstring of a public name, and return the differences from its text.
 
     Args:
         name: the public name.

@@ -235,7 +235,7 @@ LANGUAGES = {"python", "toml", "text", "yaml", ""}
 
 
 IN_TTNN = ["assert_operations"]
-"""Public names whose example needs ttnn: tests/siblings/mha_tt/test_operations.py runs it."""
+"""Public names whose example needs ttnn: a test of mha_tt runs it."""
 
 
 @pytest.mark.costly("examples of all public names")

@@ -451,8 +451,8 @@ def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
 def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
     """Describe values that are wrongly finite, NaN or infinite; empty if there are none."""
     must_be_nan = np.isnan(expected)
-    num_not_nan = np.count_nonzero(must_be_nan & ~np.isnan(actual))
-    num_wrongly_not_finite = np.count_nonzero(~must_be_nan & ~np.isfinite(actual))
+    num_not_nan = int(np.count_nonzero(must_be_nan & ~np.isnan(actual)))
+    num_wrongly_not_finite = int(np.count_nonzero(~must_be_nan & ~np.isfinite(actual)))
     reasons = []
     if num_not_nan:
         reasons.append(f"{_are(num_not_nan)} not NaN where the reference is")

@@ -129,7 +129,7 @@ class FirstFinding(TypedDict):
     more: Annotated[str, "command that prints more"]
 
 
-class Finding(FirstFinding):
+class FindingRecord(FirstFinding):
     """One cause of a difference."""
 
     bugs: Annotated[list[str], "names of the bugs; empty for a pattern or an unexplained stage"]
@@ -159,7 +159,8 @@ class FunctionDiagnosis(FirstFinding):
     error: Annotated[Number, "its error, root mean square"]
     ratio: Annotated[Number, "its error / budget"]
     findings: Annotated[
-        list[Finding], "one for each cause: known bugs, then patterns, then unexplained stages"
+        list[FindingRecord],
+        "one for each cause: known bugs, then patterns, then unexplained stages",
     ]
     has_stages: Annotated[bool, "true if more than the output was observed"]
     malformed: Annotated[dict[str, str], "stages that cannot be compared, and why"]
@@ -191,19 +192,21 @@ class WeightsDiagnosis(FunctionDiagnosis):
     not_compared: Annotated[list[Gap], "layers that were not compared, and why"]
 
 
-class RankDiagnosis(FirstFinding):
+class DiagnosisOfRanks(FirstFinding):
     """The diagnosis of the ranks of a divided layer."""
 
     is_wrong: Annotated[bool, "true if a rank differs by more than rounding"]
     wrong: Annotated[list[StageOfRank], "first wrong stage of each wrong rank"]
-    findings: Annotated[list[Finding], "the bug that explains all ranks, or the first wrong stage"]
+    findings: Annotated[
+        list[FindingRecord], "the bug that explains all ranks, or the first wrong stage"
+    ]
 
 
 # ---- Commands ------------------------------------------------------------------------------------
 
 
 class Summary(TypedDict):
-    """Numbers of stages, and of what was not compared."""
+    """Numbers of stages, backends and cases."""
 
     passed: Annotated[int, "stages that passed"]
     failed: Annotated[int, "stages that failed"]
@@ -211,7 +214,7 @@ class Summary(TypedDict):
     missing: Annotated[int, "traces that are missing"]
 
 
-class Report(TypedDict):
+class CasesReport(TypedDict):
     """Cases or layers, compared with the reference."""
 
     environment: Annotated[Record, "versions, processors and settings of the run"]
@@ -236,7 +239,7 @@ class Report(TypedDict):
     diagnoses: Annotated[list[CaseDiagnosis], "a diagnosis for each of the first failed cases"]
 
 
-class MeshReport(Report):
+class MeshReport(CasesReport):
     """Cases on meshes of devices."""
 
     collectives: Annotated[list[Record], "what the devices of each program send"]
@@ -406,7 +409,7 @@ class Cases(TypedDict):
 
 
 class Installation(TypedDict):
-    """What runs here."""
+    """The environment, and the packages that are missing."""
 
     environment: Annotated[Record, "versions, processors and settings"]
     missing: Annotated[dict[str, str], "backends that cannot run, and why"]
@@ -432,11 +435,11 @@ class Benchmark(TypedDict):
 
 
 SCHEMAS = {
-    "run": Schema(6, {"": Report}),
+    "run": Schema(6, {"": CasesReport}),
     "compare": Schema(
         6,
         {
-            "traces, or recordings with `--model`": Report,
+            "traces, or recordings with `--model`": CasesReport,
             "two recordings without `--model`": TwoRecordings,
         },
     ),
@@ -450,7 +453,7 @@ SCHEMAS = {
             "two weight files": WeightsDiagnosis,
             "recordings with `--model`": Recordings,
             "two recordings without `--model`": TwoRecordings,
-            "ranks, with `--mesh`": RankDiagnosis,
+            "ranks, with `--mesh`": DiagnosisOfRanks,
         },
     ),
     "bugs": Schema(1, {"": ListOfPages, "`--all`": ListOfBugs, "NAME": Pages}),

@@ -50,7 +50,7 @@ def summary_line(report: Report) -> Text:
 
 
 def verdict_of(report: Report) -> str:
-    """Return what agrees, or does not, and with what: `torch agrees with the float64 reference`."""
+    """Return the verdict in words: `torch agrees with the float64 reference`."""
     subjects = _subjects(report)
     has_failed = bool(report.failed)
     if len(subjects) == 1:

@@ -557,7 +557,7 @@ def _why_not_comparable(
             return f"dtype {array.dtype}, must be bool, an integer or one of {', '.join(DTYPES)}"
     if _kind(actual) != _kind(expected):
         return f"dtype {actual.dtype}, expected {expected.dtype}"
-    not_finite = np.count_nonzero(~np.isfinite(expected))
+    not_finite = int(np.count_nonzero(~np.isfinite(expected)))
     if not_finite:
         return _not_finite(not_finite, "expected")
     if _kind(actual) == "integer" and max(_largest(actual), _largest(expected)) > LARGEST_INTEGER:
@@ -568,7 +568,7 @@ def _why_not_comparable(
         return f"same_precision has shape {same_precision.shape}, expected {expected.shape}"
     if same_precision.dtype != actual.dtype:
         return f"dtype {actual.dtype}, that of same_precision is {same_precision.dtype}"
-    not_finite = np.count_nonzero(~np.isfinite(same_precision))
+    not_finite = int(np.count_nonzero(~np.isfinite(same_precision)))
     if not_finite:
         return _not_finite(not_finite, "same_precision")
     return ""
