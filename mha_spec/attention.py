@@ -655,7 +655,7 @@ def spec_from(
 
 
 def check_spec(spec: object, *, is_self_attention: bool = False) -> None:
-    """Refuse anything but a specification; with self-attention both inputs have one width.
+    """Reject anything but a specification; with self-attention both inputs have one width.
 
     Raises:
         TypeError: if it is not an `AttentionSpec`.

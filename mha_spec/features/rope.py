@@ -255,7 +255,7 @@ def _axes(pairs: int, sections: tuple[int, ...], order: str) -> list[int]:
 
 
 def check_rotated(head_dim: int, rope: Rope) -> None:
-    """Refuse heads that cannot be rotated."""
+    """Reject heads that cannot be rotated."""
     as_count("head_dim", head_dim)
     if rope.rotary_dim is None and head_dim % 2:
         raise InputError("head_dim", "be even for RoPE", head_dim=head_dim)
@@ -283,7 +283,7 @@ def check_rotated(head_dim: int, rope: Rope) -> None:
 
 
 def check_rope(rope: object) -> None:
-    """Refuse anything but a `Rope`, such as a bare theta.
+    """Reject anything but a `Rope`, such as a bare theta.
 
     Raises:
         TypeError: if it is anything else.

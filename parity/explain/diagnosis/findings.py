@@ -408,14 +408,14 @@ class Diagnosis(JsonRecord):
             patterns; then unexplained stages; each in the order of the stages.
         has_stages: True if more than the output was observed.
         malformed: stages that cannot be compared, and why; the others are compared without them.
-        conventions: descriptions of how stages are recorded in another convention, by stage.
+        conventions: descriptions of the convention of stages that do not use ours, by stage.
         choice: a description of how the implementation computes differently; it is not a bug.
         untried: the parts of the search that exceeded the time limit.
         agrees: True if the output agrees all the same.
         dtypes: of the stages whose dtype is not the problem's.
         dtype: the problem's.
-        taken: the stages of another convention, converted to the reference's if that is possible.
-            JSON omits them.
+        taken: the stages of a different convention, converted to the reference's if that is
+            possible. JSON omits them.
         sample: the part of a large layer that was searched.
         hidden: if nothing is wrong in 16 bits, the known bugs that these stages would only show in
             float32.
@@ -573,7 +573,7 @@ class Diagnosis(JsonRecord):
             return "nothing differs by more than rounding"
         if self.kind == "convention":
             return (
-                "nothing is wrong: stages are recorded in another convention, and everything "
+                "nothing is wrong: stages are recorded in a different convention, and everything "
                 "computed from them agrees"
             )
         if self.findings:

@@ -73,8 +73,8 @@ def check_tap(
         specs: the specification of each layer, by its index, or from `parity.specs_of`; or a list
             with one `AttentionSpec` for each tapped layer.
         weights: the canonical weights of each layer, by its index, or by the name of its module,
-            which models with an encoder and a decoder need; or a list with those of each tapped
-            layer.
+            which models with an encoder and a decoder need; or a list with the weights of each
+            tapped layer.
         is_causal: True if tokens do not attend to later ones; by default as in `specs`, else True.
         diagnoses: False to skip the search for bugs.
 

@@ -185,7 +185,7 @@ def _check_torch_model(model: Any, inputs: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: if it is not a torch module.
-        ValueError: if it is in training mode, computes in another dtype, or has a cache.
+        ValueError: if it is in training mode, computes in a different dtype, or has a cache.
     """
     import torch
 

@@ -96,7 +96,7 @@ def _check_framework(framework: str) -> None:
 
 
 def _check(name: str, tensors: dict[str, np.ndarray]) -> None:
-    """Refuse keys, values and lengths that do not form a cache."""
+    """Reject keys, values and lengths that do not form a cache."""
     keys, values, lengths = (tensors[part] for part in PARTS)
     fit_together = (
         keys.ndim == 4

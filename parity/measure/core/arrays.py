@@ -30,7 +30,7 @@ FOREIGN = (
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Return a NumPy array of the same values and dtype; bfloat16 is that of ml_dtypes.
+    """Return a NumPy array of the same values and dtype; bfloat16 is ml_dtypes' dtype.
 
     Args:
         x: an array of NumPy, torch (on any device, with or without a gradient), JAX or TTNN, a Flax

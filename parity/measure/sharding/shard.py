@@ -26,7 +26,7 @@ class ShardPlan:
     Attributes:
         tensor: number of ranks that query heads are divided over, evenly: tensor parallelism.
         context: number of consecutive parts that tokens are divided into: context parallelism. Each
-            part has `tensor` consecutive ranks, with the same weights as those of other parts.
+            part has `tensor` consecutive ranks, with the same weights as the ranks of other parts.
 
     Raises:
         TypeError: if a number is not an integer.
@@ -224,7 +224,7 @@ def _fill(
 
 
 def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
-    """Refuse a rank that does not exist, and heads that cannot be divided."""
+    """Reject a rank that does not exist, and heads that cannot be divided."""
     check_spec(spec)
     if not isinstance(plan, ShardPlan):
         raise InputTypeError("plan", "be a ShardPlan", plan=plan)
@@ -242,7 +242,7 @@ def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
 
 
 def _check_alone(spec: AttentionSpec) -> None:
-    """Refuse a layer whose parts no specification describes."""
+    """Reject a layer whose parts no specification describes."""
     for name in NORMS:
         norm = getattr(spec, name)
         if norm is not None and norm.over == "width":

@@ -80,7 +80,7 @@ def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> A
             `keras.layers.MultiHeadAttention` or `GroupQueryAttention`, built, or
             `equinox.nn.MultiheadAttention`.
         weights: canonical weights, as arrays of any framework, in the dtype of the module; or
-            another such module.
+            a second such module.
         spec: specification of the weights, as `load` and `spec_of` return it, and `problem.spec`:
             the module must compute that function. Required with weights by name, because they show
             neither the number of heads nor RoPE; optional if `weights` is a module.

@@ -290,7 +290,7 @@ PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
 
 
 def _check_fixed(family: Family, config: Config) -> None:
-    """Refuse keys with values that would change layers, and incomplete models."""
+    """Reject keys with values that would change layers, and incomplete models."""
     for name, value in family.fixed.items():
         section, _, leaf = name.rpartition(".")
         keys = config

@@ -161,7 +161,7 @@ class Tapped:
 
         Raises:
             OSError: if it cannot be written.
-            ValueError: if the suffix or the existing file has another format.
+            ValueError: if the suffix or the existing file has a different format.
         """
         layers = []
         tensors = {}
@@ -254,7 +254,7 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
 
 
 def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
-    """Reject arrays with wrong axes, or with another batch size or number of tokens than others."""
+    """Reject arrays with wrong axes, or whose batch sizes or numbers of tokens differ."""
     sizes: dict[str, int] = {}
     for name, x in values.items():
         axes = VALUES.get(name, x.shape)

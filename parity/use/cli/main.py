@@ -159,7 +159,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _refuse_argument(word: str, name: str, options: argparse.Namespace) -> NoReturn:
-    """Refuse an unknown argument of a command, and name the options that are spelled like it."""
+    """Reject an unknown argument of a command, and name the options that are spelled like it."""
     if not word.startswith("-"):
         raise refusal("arguments", f"be those of {options.parser.usage_line()}", word)
     flag = word.partition("=")[0]

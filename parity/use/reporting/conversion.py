@@ -116,7 +116,7 @@ def print_inspection(
     out: Console,
     proposal: str = "",
 ) -> None:
-    """Print the tensors of a file, with those of numbered layers in one row, and the layouts that
+    """Print the tensors of a file, with tensors of numbered layers in one row, and the layouts that
     fit.
 
     Args:

@@ -429,8 +429,8 @@ def _environments(
 ) -> Iterator[tuple[str, list[tuple[str, dict[str, str]]]]]:
     """Yield each environment with its tables of settings: the machine's, and each backend's.
 
-    A run has its own environment and those of joined traces. A comparison of traces has one for
-    each folder.
+    A run has its own environment and the environments of joined traces. A comparison of traces has
+    one for each folder.
     """
     places = environment
     if "python" in environment:

@@ -62,7 +62,7 @@ def plot_attention(
         path: file to write, whole or not at all; `.png` or `.svg` selects the format. Default: no
             file.
         tokens: a label for each key, (S,).
-        query_tokens: a label for each query, (T,); default: those of the keys if T = S, else
+        query_tokens: a label for each query, (T,); default: the labels of the keys if T = S, else
             positions.
         heads: heads to draw; default: all.
         sequence: sequence of the batch to draw.

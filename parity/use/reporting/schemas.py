@@ -164,7 +164,7 @@ class FunctionDiagnosis(FirstFinding):
     ]
     has_stages: Annotated[bool, "true if more than the output was observed"]
     malformed: Annotated[dict[str, str], "stages that cannot be compared, and why"]
-    conventions: Annotated[dict[str, str], "stages in another convention, and which"]
+    conventions: Annotated[dict[str, str], "stages in a different convention, and which"]
     choice: Annotated[str, "difference in the computation that is not a bug"]
     untried: Annotated[str, "parts of the search that exceeded the time limit"]
     agrees: Annotated[bool, "true if the output agrees all the same"]

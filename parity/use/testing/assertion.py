@@ -49,7 +49,7 @@ it needs 71 in float32, 4.3 in float16.
 
 
 class ConventionWarning(UserWarning):
-    """A stage is right and recorded in another convention, or computed in another correct way.
+    """A stage is right, but is recorded in a different convention or computed differently.
 
     Example:
         >>> import warnings
@@ -113,9 +113,9 @@ def assert_parity(
             that differs, in the order of the data flow, or for other names in the order of
             `expected`.
         expected: the expected values, likewise, best in float64; omit it with `problem`.
-        same_precision: the same computation by another correct implementation in the precision of
-            `actual`, likewise. Then the tolerance is that of `compare`: 4 times the error of
-            `same_precision`, and one unit of rounding. The best choice without a `problem`.
+        same_precision: the same computation by a second, correct implementation in the precision
+            of `actual`, likewise. Then the tolerance is 4 times the error of `same_precision`, and
+            one unit of rounding, as in `mha-parity compare`. The best choice without a `problem`.
         problem: the case, weights and inputs. Then the expected values and their noise come from
             the float64 reference, for the stages of `actual`.
         dtype: name of the dtype of the computation, if no array shows it; by default the narrowest
@@ -123,8 +123,8 @@ def assert_parity(
         name: a title for the message.
         stage: the stage of the arrays, if they are not mappings.
         diagnose: with `problem`, search for the bug that explains a difference, for up to 5
-            seconds. If nothing is wrong, because a stage is only recorded in another convention or
-            scores are kept in 16 bits, a `ConventionWarning` is issued instead of an error.
+            seconds. If nothing is wrong, because a stage is only recorded in a different convention
+            or scores are kept in 16 bits, a `ConventionWarning` is issued instead of an error.
         arithmetic: of the hardware, one of `reference.ARITHMETICS`: `ieee`, or `tensix`,
             Tenstorrent's. The default is `tensix` if an array of `actual` is TTNN's on a card or a
             simulator.
@@ -331,7 +331,7 @@ def _check_roles(arguments: Mapping[str, Any]) -> None:
     if same_precision is not None and _share_an_array(arguments["actual"], same_precision):
         # Any error would be allowed: it would be its own noise.
         raise InputTypeError(
-            "same_precision", "come from another implementation", "the arrays of actual"
+            "same_precision", "come from a second implementation", "the arrays of actual"
         )
 
 
@@ -603,7 +603,7 @@ def _share_an_array(actual: Any, other: Any) -> bool:
 
 
 def _are_known(names: Iterable[str]) -> bool:
-    """Return whether all names are those of stages."""
+    """Return whether all names are names of stages."""
     return all(_is_known(name) for name in names)
 
 

@@ -26,7 +26,7 @@ def assert_with_pcc(
         actual: an array of NumPy, torch, JAX or TTNN, on a device or not, or a mapping of such
             arrays by stage.
         pcc: the least correlation of each.
-        options: those of `assert_parity`: `same_precision`, `problem`, `dtype`, `name`, `stage`,
+        options: options of `assert_parity`: `same_precision`, `problem`, `dtype`, `name`, `stage`,
             `arithmetic`.
 
     Returns:

@@ -38,7 +38,7 @@ def register_layout(layout: LayoutSource) -> Layout:
 
     Raises:
         OSError: if the file cannot be read.
-        TypeError: if it has another type.
+        TypeError: if it has a wrong type.
         ValueError: if the table is not one of a layout, or a layout of this package has its name.
 
     Example:
