@@ -53,7 +53,7 @@ def print_conformance(
     for subject in examined:
         _print_broken(subject, out, rerun)
     out.print()
-    _print_verdict(examined, out)
+    _print_verdict(examined, out, num_missing=len(subjects) - len(examined))
 
 
 def _print_matrix(subjects: Sequence[Conformance], out: Console) -> None:
@@ -111,8 +111,10 @@ def _questions(answers: Sequence[Answer]) -> str:
     return ", ".join(answer.question for answer in answers)
 
 
-def _print_verdict(subjects: Sequence[Conformance], out: Console) -> None:
-    """Print the dtypes that no check examined, and a last line with the numbers of answers."""
+def _print_verdict(subjects: Sequence[Conformance], out: Console, *, num_missing: int) -> None:
+    """Print the dtypes that no check examined, and a last line with the numbers of answers, and of
+    targets that are not installed.
+    """
     num_answers = 0
     num_answered = 0
     num_broken = 0
@@ -132,6 +134,8 @@ def _print_verdict(subjects: Sequence[Conformance], out: Console) -> None:
         print_line(out, f"{name}: no check examined {and_listed(dtypes)}", "bold red")
     if gaps:
         verdict += "; not every requested dtype was examined"
+    if num_missing:
+        verdict += f"; NOT examined: {counted(num_missing, 'target')}"
     is_well = num_answered and not num_broken and not gaps
     style = "bold green" if is_well else "bold red"
     print_line(
