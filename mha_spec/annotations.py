@@ -126,7 +126,7 @@ class ArrayRule:
     accepts_none: bool
 
     def check(self, name: str, x: Any, first: dict[str, Compared]) -> None:
-        """Refuse an argument that breaks the rule, or whose axes differ from those of earlier
+        """Reject an argument that breaks the rule, or whose axes differ from those of earlier
         arguments.
 
         Args:
@@ -187,13 +187,13 @@ class FlagRule:
     accepts_none: bool
 
     def check(self, name: str, x: Any, _: dict[str, Compared]) -> None:
-        """Refuse anything else."""
+        """Reject anything else."""
         if x is not True and x is not False and not (x is None and self.accepts_none):
             as_boolean(name, x)
 
 
 def _check_batch(name: str, shape: Any, num_batch_axes: int, other: Compared) -> None:
-    """Refuse an array with other batch axes than an earlier argument."""
+    """Reject an array with other batch axes than an earlier argument."""
     if num_batch_axes != other.size:
         raise _size_error(name, shape, "batch axes", other)
     # One by one: torch.compile cannot compare tuples of symbolic sizes.

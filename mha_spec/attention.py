@@ -120,6 +120,12 @@ class AttentionSpec(Record):
             of other features. A context norm must be over the width, and excludes a gate. Relative
             products exclude a soft cap and latents. Shared keys and values exclude separate biases,
             another key width, fused_qkv, a norm of values and latents.
+
+    Example:
+        >>> from mha_spec import AttentionSpec, Rope
+        >>> spec = AttentionSpec(64, 8, num_kv_heads=2, rope=Rope(theta=500_000.0))
+        >>> spec.head_dim, spec.score_scale == 8**-0.5
+        (8, True)
     """
 
     d_model: int
@@ -649,7 +655,7 @@ def spec_from(
 
 
 def check_spec(spec: object, *, is_self_attention: bool = False) -> None:
-    """Refuse anything but a specification; with self-attention both inputs have one width.
+    """Reject anything but a specification; with self-attention both inputs have one width.
 
     Raises:
         TypeError: if it is not an `AttentionSpec`.

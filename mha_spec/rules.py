@@ -109,7 +109,7 @@ def as_one_of(name: str, value: Any, options: Sequence[object]) -> Any:
 
 
 def check_is_record(name: str, value: object, *kinds: type) -> None:
-    """Refuse anything but a record of one of these types, or None.
+    """Reject anything but a record of one of these types, or None.
 
     Raises:
         TypeError: if it is anything else.
@@ -133,7 +133,7 @@ def _shortest_call(kind: Any) -> str:
 
 
 def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
-    """Refuse query heads that do not form groups of equal size, one per key/value head.
+    """Reject query heads that do not form groups of equal size, one per key/value head.
 
     Raises:
         TypeError: if a number of heads is not an integer.
@@ -151,7 +151,7 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
 
 
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
-    """Refuse a shape that does not broadcast to the scores, or that would enlarge them.
+    """Reject a shape that does not broadcast to the scores, or that would enlarge them.
 
     Raises:
         ValueError: if it does not broadcast, or has more than 4 axes.
@@ -165,7 +165,7 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
 
 
 def check_mapping(argument: str, weights: object) -> None:
-    """Refuse anything but a mapping.
+    """Reject anything but a mapping.
 
     Raises:
         TypeError: if it is anything else.
@@ -175,7 +175,7 @@ def check_mapping(argument: str, weights: object) -> None:
 
 
 def check_names(argument: str, weights: Mapping[str, object], names: Collection[str]) -> None:
-    """Refuse weights that do not have exactly these names.
+    """Reject weights that do not have exactly these names.
 
     Raises:
         TypeError: if they are not a mapping.
@@ -192,7 +192,7 @@ def check_names(argument: str, weights: Mapping[str, object], names: Collection[
 
 
 def check_kernel(kernel: object) -> None:
-    """Refuse a kernel that cannot be called.
+    """Reject a kernel that cannot be called.
 
     Raises:
         TypeError: if it cannot.
@@ -203,7 +203,7 @@ def check_kernel(kernel: object) -> None:
 
 
 def check_not_written_over(cache: Any) -> None:
-    """Refuse a cache whose storage belongs to the one that a step returned.
+    """Reject a cache whose storage belongs to the one that a step returned.
 
     Raises:
         ValueError: if `cache.is_written_over`.
@@ -216,7 +216,7 @@ def check_not_written_over(cache: Any) -> None:
 
 
 def check_holds_new(lengths: Sequence[int], added: Sequence[int]) -> None:
-    """Refuse the lengths of another layer's cache without the new tokens, of which each sequence
+    """Reject the lengths of another layer's cache without the new tokens, of which each sequence
     has some.
 
     Raises:

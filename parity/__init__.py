@@ -48,4 +48,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Completion offers the public names, not the modules that this one imports.
+    return __all__

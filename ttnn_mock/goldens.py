@@ -405,7 +405,7 @@ def _place(
 
 
 def _refuse_views(name: str, others: dict[str, Any]) -> None:
-    """Refuse options that change the layout of a cache, which are not modeled here."""
+    """Reject options that change the layout of a cache, which are not modeled here."""
     views = (
         "block_size",
         "num_kv_heads",

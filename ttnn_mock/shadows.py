@@ -200,7 +200,7 @@ class Shadow:
         return parts[chip if len(parts) > 1 else 0]
 
     def _check_filling(self, *, attn_mask: ttnn.Tensor | None = None, **_: Any) -> None:
-        """Refuse a mask with wrong padding: kernels read it, unlike golden functions
+        """Reject a mask with wrong padding: kernels read it, unlike golden functions
         (tt-metal#54833).
         """
         if attn_mask is not None and attn_mask.shape[3] % TILE:

@@ -79,7 +79,7 @@ class Latent(Record):
 
 
 def check_latent_rope(latent: Latent, rope: Rope | None) -> None:
-    """Refuse RoPE that does not rotate exactly the shared features of keys.
+    """Reject RoPE that does not rotate exactly the shared features of keys.
 
     Raises:
         ValueError: if it rotates other features.

@@ -77,7 +77,7 @@ class Norm(Record):
 
 
 def check_norm(norm: object) -> None:
-    """Refuse anything but a `Norm`.
+    """Reject anything but a `Norm`.
 
     Raises:
         TypeError: if it is anything else.

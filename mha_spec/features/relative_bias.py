@@ -157,7 +157,7 @@ class GridBias(Record):
 def check_grid(
     relative_bias: RelativeBias | GridBias | None, scores_shape: tuple[int, ...]
 ) -> None:
-    """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has, if it has
+    """Reject scores (B, N, T, S) of more tokens than the grid of the relative bias has, if it has
     one.
 
     Raises:

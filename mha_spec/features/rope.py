@@ -60,6 +60,11 @@ class Rope(Record):
 
     Source: RoFormer, arXiv:2104.09864, section 3.2.2; half-split pairs and rotary_dim as in
     GPT-NeoX; sections as in Qwen2-VL, arXiv:2409.12191, section 2.1.
+
+    Example:
+        >>> from mha_spec import Rope
+        >>> Rope(theta=500_000.0).pairs
+        'half'
     """
 
     theta: float = 10000.0
@@ -250,7 +255,7 @@ def _axes(pairs: int, sections: tuple[int, ...], order: str) -> list[int]:
 
 
 def check_rotated(head_dim: int, rope: Rope) -> None:
-    """Refuse heads that cannot be rotated."""
+    """Reject heads that cannot be rotated."""
     as_count("head_dim", head_dim)
     if rope.rotary_dim is None and head_dim % 2:
         raise InputError("head_dim", "be even for RoPE", head_dim=head_dim)
@@ -278,7 +283,7 @@ def check_rotated(head_dim: int, rope: Rope) -> None:
 
 
 def check_rope(rope: object) -> None:
-    """Refuse anything but a `Rope`, such as a bare theta.
+    """Reject anything but a `Rope`, such as a bare theta.
 
     Raises:
         TypeError: if it is anything else.

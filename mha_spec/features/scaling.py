@@ -57,7 +57,7 @@ class Scaling(Record):
         return ()
 
     def check(self, theta: float, features: int) -> None:
-        """Refuse a base or a number of rotated features for which the scaling is undefined.
+        """Reject a base or a number of rotated features for which the scaling is undefined.
 
         Raises:
             ValueError: if the scaling is undefined, or frequencies or their factors are beyond the
@@ -236,7 +236,7 @@ class YarnScaling(Scaling):
             ln(factor) + 1 to 0.1 * mscale_all_dim * ln(factor) + 1 (DeepSeek).
 
     Raises:
-        TypeError: if a number has another type, original_length is not an integer, or truncate not
+        TypeError: if a number has a wrong type, original_length is not an integer, or truncate not
             a boolean.
         ValueError: if a number is not positive and finite, beta_fast not above beta_slow, only one
             of mscale and mscale_all_dim is set, or both and attention_factor.

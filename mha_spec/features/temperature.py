@@ -40,7 +40,7 @@ class Temperature(Record):
 
 
 def check_temperature(temperature: object) -> None:
-    """Refuse anything but a `Temperature`.
+    """Reject anything but a `Temperature`.
 
     Raises:
         TypeError: if it is anything else.

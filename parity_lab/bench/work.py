@@ -164,7 +164,7 @@ class Work:
         ]
 
     def check_scores(self) -> None:
-        """Refuse work for a contender that stores its scores or a mask.
+        """Reject work for a contender that stores its scores or a mask.
 
         Raises:
             ValueError: if they are too many.

@@ -44,7 +44,7 @@ class MeshBackend(Protocol):
         ...
 
     def check_devices(self, plan: MeshPlan) -> None:
-        """Refuse a mesh of more devices than there are."""
+        """Reject a mesh of more devices than there are."""
         ...
 
     def why_skipped(self, case: Case, dtype: str, plan: MeshPlan) -> str | None:

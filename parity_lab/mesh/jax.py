@@ -44,7 +44,7 @@ def make_devices(count: int) -> None:
 
 
 def check_devices(plan: MeshPlan) -> None:
-    """Refuse a mesh of more devices than there are."""
+    """Reject a mesh of more devices than there are."""
     count = jax.device_count()
     if plan.size > count:
         raise InputError(

@@ -59,7 +59,7 @@ def make_devices(count: int) -> None:
 
 
 def check_devices(plan: MeshPlan) -> None:
-    """Refuse a mesh of more devices than allowed processes."""
+    """Reject a mesh of more devices than allowed processes."""
     if plan.size > _most_processes:
         raise InputError(
             "mesh",

@@ -32,7 +32,8 @@ class Diagnosis:
     """A diagnosis with any text."""
 
     def __init__(self, text):
-        self.text = self.cause = text
+        self.text = self.cause = self.headline = text
+        self.findings = []
 
 
 @contextmanager

@@ -15,8 +15,12 @@ import tempfile
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 from helpers import ROOT
+from helpers.docstrings import failure_of_example
 from helpers.samples import sample
 from helpers.shell import environment, run
 from helpers.shown import commands_of, shows, updated
@@ -223,6 +227,25 @@ RUN = [
 ]  # `reproduce` runs the pages of bugs
 LANGUAGES = {"python", "toml", "text", "yaml", ""}
 """Languages of blocks. The build of the site runs directives, such as {code-cell}."""
+
+
+IN_TTNN = ["assert_operations"]
+"""Public names whose example needs ttnn: a test of mha_tt runs it."""
+
+
+@pytest.mark.costly("examples of all public names")
+@pytest.mark.usefixtures("own_registrations")
+def test_public_names_have_examples_that_run(tmp_path, monkeypatch):
+    """The docstring of each public name has an example, which prints what it shows."""
+    monkeypatch.chdir(tmp_path)
+    names = {"parity": parity, "np": np, "torch": torch, "jnp": jnp}
+    failures = [failure_of_example(name, names) for name in parity.__all__ if name not in IN_TTNN]
+    assert not any(failures), "".join(failures)
+
+
+def test_dir_lists_public_names_only():
+    """`dir(parity)`, which completion offers, has the public names and nothing else."""
+    assert dir(parity) == sorted(parity.__all__)
 
 
 def test_code_blocks_are_all_recognized():

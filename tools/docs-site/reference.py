@@ -552,7 +552,7 @@ def share_text(share: float | None) -> str:
 def schemas_page() -> str:
     """The keys of JSON, of the metadata of files, and the elements of JUnit XML."""
     from parity.measure.core.weights import FORMAT
-    from parity.use.reporting.schemas import FILES, JUNIT, SCHEMAS
+    from parity.use.reporting.schemas import FILES, JUNIT, SCHEMAS, meanings_of
 
     parts = [
         "# Schemas",
@@ -566,11 +566,18 @@ def schemas_page() -> str:
         f'"environment": {{…}}, …}}\n```',
     ]
     for command, schema in SCHEMAS.items():
-        parts.append(f"### {command}\n\n`mha-parity/{command}`, version {schema.version}")
-        for form, keys in schema.forms.items():
+        name = f"{command}-{schema.version}.json"
+        parts.append(
+            f"### {command}\n\n`mha-parity/{command}`, version {schema.version}: "
+            f"JSON Schema `docs/data/schemas/{name}` in the repository"
+        )
+        for form, record in schema.forms.items():
             parts += [f"With {form}:"] if form else []
             parts.append(
-                table(("key", "value"), ((f"`{name}`", about) for name, about in keys.items()))
+                table(
+                    ("key", "value"),
+                    ((f"`{key}`", about) for key, about in meanings_of(record).items()),
+                )
             )
     parts += [
         "## Metadata of files",

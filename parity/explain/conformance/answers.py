@@ -181,7 +181,9 @@ class Conformance(JsonRecord):
         """
         answers = {answer.question: answer for answer in self.answers}
         if question not in answers:
-            raise KeyError(f"{question!r}, of {self.name} asked: {', '.join(answers) or 'nothing'}")
+            raise KeyError(
+                f"{question!r}, of {self.name} chosen: {', '.join(answers) or 'nothing'}"
+            )
         return answers[question]
 
     @property

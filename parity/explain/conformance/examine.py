@@ -47,6 +47,14 @@ def examine(
         ValueError: if a question or dtype is unknown, a declaration is missing, or a plain call
             fails.
         TypeError: if constructing the target requires arguments.
+
+    Example:
+        >>> def attention(query, key, value):
+        ...     return torch.softmax(query @ key.mT, -1) @ value
+        >>> declared = {"framework": "torch", "axes": "BNTH"}
+        >>> found = parity.examine(attention, ["scale"], ["float32"], **declared)
+        >>> found["scale"].words
+        '1 (none)'
     """
     questions = _checked_questions(questions)
     if isinstance(target, Subject):

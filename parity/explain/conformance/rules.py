@@ -30,7 +30,7 @@ def apply_promises(answer: Answer, subject: Subject) -> Answer:
 def of_error(error: Refused | Failed) -> PathAnswer:
     """Return the finding of a path that raised an error."""
     if isinstance(error, Refused):
-        return PathAnswer("refused", Kind.REFUSED, str(error), error.__cause__)
+        return PathAnswer("rejected", Kind.REFUSED, str(error), error.__cause__)
     return PathAnswer(error.words, Kind.BROKEN, str(error), error.__cause__)
 
 
@@ -112,17 +112,17 @@ def _example(
     finding = findings[path]
     lines = [
         f"{subject.name}, {question.name}: {words}",
-        f"  asked   {question.asks}",
-        f"  inputs  {about or _usual_inputs(subject)}",
+        f"  check   {question.asks}",
+        f"  input   {about or _usual_inputs(subject)}",
         f"  path    {path}",
-        f"  seen    {finding.evidence or finding.words}",
+        f"  result  {finding.evidence or finding.words}",
     ]
     for other_path, other in findings.items():
         if other != finding and other.kind is not Kind.REFUSED:
             contrast = f"{other.words} ({other_path})"
             if other.evidence:
                 contrast += f": {other.evidence}"
-            lines.append(f"  but     {contrast}")
+            lines.append(f"  except  {contrast}")
             break
     return "\n".join(lines)
 

@@ -112,6 +112,13 @@ class Subject:
         documented: by question, the warning in its documentation that covers its behavior.
         promises: questions for which a `note` is a broken promise, because it promises more than
             usual.
+
+    Example:
+        >>> def attention(path):
+        ...     return lambda q, k, v, **_: (torch.softmax(q @ k.mT, -1) @ v, None)
+        >>> subject = parity.Subject("mine", "torch", "BNTH", attention)
+        >>> parity.examine(subject, ["scale"], ["float32"])["scale"].words
+        '1 (none)'
     """
 
     name: str

@@ -29,6 +29,12 @@ def attention_of(module: Any, *inputs: Any, **keywords: Any) -> np.ndarray:
 
     Raises:
         TypeError: if the module does not return attention weights.
+
+    Example:
+        >>> import mha_torch
+        >>> layer = mha_torch.MultiHeadAttention(64, 8)
+        >>> parity.attention_of(layer, torch.ones(1, 5, 64)).shape
+        (1, 8, 5, 5)
     """
     backend = backend_of(module)
     call = getattr(module, "forward", module)

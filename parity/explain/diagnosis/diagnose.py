@@ -94,6 +94,19 @@ def diagnose(
 
     Raises:
         ValueError: if no name is a stage of the problem, or the arithmetic is unknown.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> import mha_torch
+        >>> problem = parity.make_problem("causal", "float32")
+        >>> wrong = replace(problem.spec, scale=1.0)
+        >>> layer = parity.load_into(mha_torch.MultiHeadAttention(wrong), problem.weights, wrong)
+        >>> query = parity.to_torch(problem.inputs["query"])
+        >>> diagnosis = parity.diagnose({"output": layer(query, is_causal=True)[0]}, problem)
+        >>> diagnosis.likely_bug
+        'scale-missing'
+        >>> diagnosis.wrong_fields[0].to_dict()
+        {'field': 'scale', 'is': 1.0, 'should_be': 0.35...}
     """
     if arithmetic not in (None, *ARITHMETICS, *UNFUSED):
         known = [*ARITHMETICS, *UNFUSED]
@@ -500,6 +513,17 @@ def observe(
 
     Raises:
         ValueError: if it returns anything else, or raises an exception.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> import mha_torch
+        >>> problem = parity.make_problem("causal", "float32")
+        >>> wrong = replace(problem.spec, scale=1.0)
+        >>> layer = parity.load_into(mha_torch.MultiHeadAttention(wrong), problem.weights, wrong)
+        >>> query = parity.to_torch(problem.inputs["query"])
+        >>> stages = parity.observe(lambda x: layer(x, is_causal=True), problem, "torch")
+        >>> stages["output"].shape
+        (2, 5, 32)
     """
     backend = load_backend(FRAMEWORKS[framework])
     with backend.lock(problem.dtype):

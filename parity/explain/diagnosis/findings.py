@@ -12,17 +12,33 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.bugs.record import Edit, WrongField
 from parity.explain.diagnosis.fits import EVERYWHERE, Description
 from parity.measure.core.records import JsonRecord
 from parity.measure.core.stages import STAGES, stage_named
-from parity.measure.text import and_listed
+from parity.measure.text import and_listed, counted
 
 LOST = "low-precision"
 """The page of bugs that only lose precision."""
 
-FINDING = ("likely_bug", "first_wrong_stage", "where", "evidence", "fix", "more")
-"""The parts of every finding, in JSON and in this order as text."""
+FINDING = (
+    "likely_bug",
+    "first_wrong_stage",
+    "where",
+    "evidence",
+    "fix",
+    "wrong_fields",
+    "more",
+)
+"""The parts of every finding, in JSON and in this order as text; text has no `wrong_fields`."""
+
+LIKELY_BUG = "Likely bug"
+PATTERN = "Pattern"
+UNEXPLAINED = "Unexplained"
+TITLES = (LIKELY_BUG, PATTERN, UNEXPLAINED)
+"""The labels of the first line of a finding."""
+
+FOLLOWS = "Follows"
 
 MOST_PAGES = 2
 """The largest number of pages of a pattern that is reported as a known bug."""
@@ -67,6 +83,7 @@ class Finding(JsonRecord):
             known bugs explain it, or if the stage cannot be compared.
         nearest: for an unexplained stage, the edits that reduce its error most: descriptions, and
             the remaining error.
+        num_tried: for an unexplained stage, the number of known bugs that were tried on it.
         follows: stages that are wrong because of the same cause, in order; the last may be those of
             a module's own paths, which are not searched after an unknown cause.
         part: the part of a module that it is in, with a colon; empty for the stage functions.
@@ -82,6 +99,7 @@ class Finding(JsonRecord):
     others: tuple[str, ...] = ()
     description: Description | None = None
     nearest: tuple[tuple[str, float], ...] = ()
+    num_tried: int = 0
     follows: tuple[str, ...] = ()
     part: str = ""
 
@@ -100,6 +118,7 @@ class Finding(JsonRecord):
         "others",
         "description",
         "nearest",
+        "num_tried",
     )
 
     # ---- Its kind --------------------------------------------------------------------------------
@@ -230,6 +249,19 @@ class Finding(JsonRecord):
         return "; ".join(self.fixes)
 
     @property
+    def wrong_fields(self) -> tuple[WrongField, ...]:
+        """The fix as data: the fields of the specification that the implementation has wrong, with
+        both values; empty if the bug is not the value of a field, or if several patterns fit.
+        """
+        edits = self._reported()
+        if not self.edits and len(edits) > 1:
+            return ()
+        wrong_fields: list[WrongField] = []
+        for edit in edits:
+            wrong_fields += edit.wrong_fields
+        return tuple(wrong_fields)
+
+    @property
     def pages(self) -> tuple[str, ...]:
         """The pages in parity/bugs."""
         pages: dict[str, None] = {}
@@ -290,26 +322,26 @@ class Finding(JsonRecord):
             return f"{self.likely_bug}: {self.about}"
         if self.is_explained:
             stages = and_listed(self.explained_stages, MOST_LISTED)
-            return f"not a known bug: in {stages}, {self.about}"
-        return f"unknown: no known bug explains {self.stage}"
+            return f"in {stages}, {self.about}"
+        return f"no known bug explains {self.stage}"
 
     @property
-    def heading(self) -> str:
-        """The name of the bug, or a statement that it has none."""
+    def title(self) -> Line:
+        """The first line: the name of the bug, else the pattern, else that neither is known."""
         if self.bugs:
-            return self.likely_bug
+            return LIKELY_BUG, self.likely_bug
         if self.is_explained:
-            return "not in the list of known bugs"
-        return "unknown"
+            return PATTERN, self.about
+        return UNEXPLAINED, f"no known bug explains {self.stage}"
 
     def lines(self, wrong_stage: Line, *, verbose: bool = False) -> Iterator[Line]:
-        """Yield labels and texts for the lines below the heading; the first have no label.
+        """Yield labels and texts for the lines below the title; the first have no label.
 
         Args:
             wrong_stage: the line of the first wrong stage.
             verbose: also include every alternative, nearest bugs and signs.
         """
-        if self.about:
+        if self.bugs and self.about:
             yield "", self.about
         yield from self._alternatives(verbose=verbose)
         yield wrong_stage
@@ -322,7 +354,7 @@ class Finding(JsonRecord):
             if len(self.follows) == 1:
                 verb = "differs"
             stages = and_listed(self.follows, MOST_LISTED)
-            yield "Follows", f"{stages} {verb} as well: compare again after the fix"
+            yield FOLLOWS, f"{stages} {verb} as well: compare again after the fix"
         for fix in self.fixes:
             yield "Fix", fix
         if self.more:
@@ -333,6 +365,9 @@ class Finding(JsonRecord):
                 nearest = self.nearest
             for about, error in nearest:
                 yield "Nearest", f"the error falls to {error:.2g} if {about}"
+            if verbose and self.num_tried:
+                verdict = "none halves the error" if not nearest else "the nearest are above"
+                yield "Tried", f"{counted(self.num_tried, 'known bug')}; {verdict}"
         if verbose and self.is_explained:
             if self.bugs:
                 yield "Explained", ", ".join(self.explained_stages)
@@ -348,8 +383,10 @@ class Finding(JsonRecord):
         for about in shown:
             if self.bugs:
                 yield "", f"or {about}: the observed stages cannot distinguish them"
-            else:
+            elif self.is_explained:
                 yield "", f"or {about}"
+            else:
+                yield "", about
         if self.bugs and len(shown) < len(alternatives):
             yield "", f"or {len(alternatives) - len(shown)} more"
 
@@ -371,17 +408,29 @@ class Diagnosis(JsonRecord):
             patterns; then unexplained stages; each in the order of the stages.
         has_stages: True if more than the output was observed.
         malformed: stages that cannot be compared, and why; the others are compared without them.
-        conventions: descriptions of how stages are recorded in another convention, by stage.
+        conventions: descriptions of the convention of stages that do not use ours, by stage.
         choice: a description of how the implementation computes differently; it is not a bug.
         untried: the parts of the search that exceeded the time limit.
         agrees: True if the output agrees all the same.
         dtypes: of the stages whose dtype is not the problem's.
         dtype: the problem's.
-        taken: the stages of another convention, converted to the reference's if that is possible.
-            JSON omits them.
+        taken: the stages of a different convention, converted to the reference's if that is
+            possible. JSON omits them.
         sample: the part of a large layer that was searched.
         hidden: if nothing is wrong in 16 bits, the known bugs that these stages would only show in
             float32.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> import mha_torch
+        >>> problem = parity.make_problem("causal", "float32")
+        >>> wrong = replace(problem.spec, scale=1.0)
+        >>> layer = parity.load_into(mha_torch.MultiHeadAttention(wrong), problem.weights, wrong)
+        >>> query = parity.to_torch(problem.inputs["query"])
+        >>> diagnosis = parity.diagnose({"output": layer(query, is_causal=True)[0]}, problem)
+        >>> print(diagnosis)
+        Likely bug: scale-missing
+        ...
     """
 
     stage: str = ""
@@ -503,6 +552,11 @@ class Diagnosis(JsonRecord):
         return self._first.fix
 
     @property
+    def wrong_fields(self) -> tuple[WrongField, ...]:
+        """The fix of the first finding as data, `Finding.wrong_fields`."""
+        return self._first.wrong_fields
+
+    @property
     def more(self) -> str:
         """The command that prints more about the first finding; empty if there is no page."""
         return self._first.more
@@ -519,7 +573,7 @@ class Diagnosis(JsonRecord):
             return "nothing differs by more than rounding"
         if self.kind == "convention":
             return (
-                "nothing is wrong: stages are recorded in another convention, and everything "
+                "nothing is wrong: stages are recorded in a different convention, and everything "
                 "computed from them agrees"
             )
         if self.findings:
@@ -539,8 +593,8 @@ class Diagnosis(JsonRecord):
         return self.as_text()
 
     def as_text(self, *, verbose: bool = False) -> str:
-        """Return the diagnosis as text: `Likely bug`, `First wrong stage`, `Where`, `Evidence`,
-        `Fix` and `More`, a line each.
+        """Return the diagnosis as text: `Likely bug`, `Pattern` or `Unexplained`, then `First wrong
+        stage`, `Where`, `Evidence`, `Fix` and `More`, a line each.
 
         Args:
             verbose: also include every alternative, all patterns and nearest bugs, and conventions.
@@ -556,26 +610,28 @@ class Diagnosis(JsonRecord):
         elif self.findings:
             yield from self._findings(verbose=verbose)
         else:
-            yield "Likely bug", "unexpected shape or dtype"
+            yield LIKELY_BUG, "unexpected shape or dtype"
             yield self.first_line
         yield from self._notes(verbose=verbose)
 
     def _findings(self, *, verbose: bool) -> Iterator[Line]:
-        """Yield the lines of each finding below its heading."""
+        """Yield the lines of each finding, its title first."""
         findings = self.findings
         first = next((finding for finding in findings if finding.stage == self.stage), findings[0])
         for number, finding in enumerate(findings, 1):
-            label = "Likely bug"
+            label, title = finding.title
             if len(findings) > 1:
                 label += f" {number} of {len(findings)}"
             if number > 1:
                 yield "", ""
-            yield label, finding.heading
+            yield label, title
             stage = self.first_line
             if finding is not first:
                 text = excess(finding.stage, finding.error_before, finding.ratio_before)
                 stage = ("Wrong stage", text)
             for line_label, text in finding.lines(stage, verbose=verbose):
+                if line_label == FOLLOWS and self.agrees and finding.follows == ("output",):
+                    continue
                 if line_label:
                     yield line_label, text
                 else:
@@ -583,7 +639,8 @@ class Diagnosis(JsonRecord):
         if self.unexplained and not self.has_stages:
             yield (
                 "Next",
-                "pass the stages by name as well (q, k, v, scores, …), because they show more",
+                'pass or return the stages by name, {"q": q, "k": k, "v": v, "output": output}, to '
+                "find the first wrong one",
             )
 
     def _notes(self, *, verbose: bool) -> Iterator[Line]:

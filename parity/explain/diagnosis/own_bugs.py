@@ -33,7 +33,7 @@ def register_bug(
     Args:
         name: its name in reports, lowercase words joined by hyphens.
         about: its description in a line, such as `the scale is 1 / N instead of 1 / sqrt(H)`.
-        edit: takes the specification of a layer, and returns the layer with the bug: another
+        edit: takes the specification of a layer, and returns the layer with the bug: a wrong
             `AttentionSpec`; or a mapping from methods of the reference,
             `parity.measure.core.reference.Layer`, to functions that replace them, called as
             `override(layer, original, *inputs)`; or None if the layer cannot have the bug.
@@ -42,7 +42,7 @@ def register_bug(
         stages: names of the stages of which one shows the bug first, such as `scores`.
 
     Raises:
-        TypeError: if an argument has another type.
+        TypeError: if an argument has a wrong type.
         ValueError: if a bug or a page of this package has the name, a text is empty, or a stage is
             unknown.
 

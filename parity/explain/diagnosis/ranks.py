@@ -11,8 +11,15 @@ import numpy as np
 from mha_spec import InputError
 from parity.explain.diagnosis.bugs import edited_layer
 from parity.explain.diagnosis.bugs.ranks import RankBug, SharedProblem, rank_bugs, without_widths
-from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.findings import FINDING, Finding, Line, text_of
+from parity.explain.diagnosis.bugs.record import Edit, WrongField
+from parity.explain.diagnosis.findings import (
+    FINDING,
+    LIKELY_BUG,
+    UNEXPLAINED,
+    Finding,
+    Line,
+    text_of,
+)
 from parity.measure.core.arrays import stages_of
 from parity.measure.core.compare import SAME_PRECISION, Comparison, Label, compare
 from parity.measure.core.problem import Problem
@@ -87,6 +94,11 @@ class RankDiagnosis(JsonRecord):
         return self._finding.fix
 
     @property
+    def wrong_fields(self) -> tuple[WrongField, ...]:
+        """The fix as data, `Finding.wrong_fields`."""
+        return self._finding.wrong_fields
+
+    @property
     def more(self) -> str:
         """The command that prints more; empty if there is no page."""
         return self._finding.more
@@ -101,9 +113,9 @@ class RankDiagnosis(JsonRecord):
             return
         finding = self.findings[0]
         if not finding.is_explained:
-            yield "Likely bug", "unknown: no known bug of divided layers explains all ranks"
+            yield UNEXPLAINED, "no known bug of divided layers explains all ranks"
         else:
-            yield "Likely bug", self.likely_bug
+            yield LIKELY_BUG, self.likely_bug
             yield "", f"  {finding.about}"
         for about in finding.others if verbose else finding.others[:1]:
             yield "", f"  or {about}: the observed stages cannot distinguish them"
@@ -140,6 +152,20 @@ def diagnose_ranks(
     Raises:
         ValueError: if a rank is missing or has none of these stages, both or neither are divided,
             or the problem cannot be divided in this way.
+
+    Example:
+        >>> import mha_torch
+        >>> problem = parity.make_problem("causal", "float32")
+        >>> query = parity.to_torch(problem.inputs["query"])
+        >>> plan = parity.ShardPlan(tensor=2)
+        >>> ranks = []
+        >>> for rank in range(2):
+        ...     weights, spec = parity.shard(problem.weights, problem.spec, plan, rank)
+        ...     layer = parity.load_into(mha_torch.MultiHeadAttention(spec), weights, spec)
+        ...     output, _ = layer(query, is_causal=True)
+        ...     ranks.append({"output": output})
+        >>> print(parity.diagnose_ranks(ranks, problem, tensor=2))
+        nothing differs by more than rounding on any rank
     """
     if (tensor > 1) == (tokens > 1):
         raise InputError("either tensor or tokens", "be above 1", tensor=tensor, tokens=tokens)

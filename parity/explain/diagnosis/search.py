@@ -924,14 +924,21 @@ def _unexplained(trial: Trial, stage: str, edits: Edits, work: Work) -> Finding:
         description = _of_sample(description)
     question = _Question(trial, [stage], stage, edits)
     nearest: list[tuple[str, float]] = []
+    num_tried = 0
     with suppress(TimeoutError):
         for bug in question.candidates(with_losses=question.is_small):
             with work.inside("the nearest bugs"):
                 error = trial.judgement(stage, (*edits, bug), quick=True).error
+            num_tried += 1
             if error < 0.5 * before.error:
                 nearest.append((bug.about, error))
     nearest.sort(key=_remaining_error)
-    return replace(finding, description=description, nearest=tuple(nearest[:NEAREST]))
+    return replace(
+        finding,
+        description=description,
+        nearest=tuple(nearest[:NEAREST]),
+        num_tried=num_tried,
+    )
 
 
 def _remaining_error(nearest: tuple[str, float]) -> float:

@@ -151,6 +151,16 @@ def compare_taps(one: Tapped, other: Tapped) -> TapDifference:
     Raises:
         ValueError: if they have no layer or no token in common, batches differ, or the calls of a
             layer do not follow each other.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 16}
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+        >>> model = LlamaModel(LlamaConfig(**sizes, **heads)).eval()
+        >>> with torch.no_grad(), parity.tap(model) as tapped:
+        ...     _ = model(torch.arange(10).reshape(2, 5))
+        >>> parity.compare_taps(tapped, tapped).agrees
+        True
     """
     pairs, alone = _pairs(one, other)
     if not pairs:

@@ -73,8 +73,8 @@ def check_tap(
         specs: the specification of each layer, by its index, or from `parity.specs_of`; or a list
             with one `AttentionSpec` for each tapped layer.
         weights: the canonical weights of each layer, by its index, or by the name of its module,
-            which models with an encoder and a decoder need; or a list with those of each tapped
-            layer.
+            which models with an encoder and a decoder need; or a list with the weights of each
+            tapped layer.
         is_causal: True if tokens do not attend to later ones; by default as in `specs`, else True.
         diagnoses: False to skip the search for bugs.
 
@@ -84,6 +84,17 @@ def check_tap(
     Raises:
         TypeError, ValueError: if weights do not fit their spec, or the calls of a layer do not
             follow each other.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 16}
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+        >>> model = LlamaModel(LlamaConfig(**sizes, **heads)).eval()
+        >>> with torch.no_grad(), parity.tap(model) as tapped:
+        ...     _ = model(torch.arange(10).reshape(2, 5))
+        >>> spec, weights = parity.from_transformers(model.layers[0].self_attn)
+        >>> parity.check_tap(tapped, [spec], [weights]).passed
+        True
     """
     judge = _TapJudge(
         tapped,

@@ -155,6 +155,15 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
     Raises:
         TypeError: if the model is neither a torch nor a Flax module.
         ValueError: if it is in training mode, or has no such layers.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 16}
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+        >>> model = LlamaModel(LlamaConfig(**sizes, **heads)).eval()
+        >>> inputs = {"input_ids": torch.arange(16).reshape(2, 8)}
+        >>> parity.identify(model, inputs)[0].spec.num_kv_heads
+        2
     """
     if is_flax(model):
         return _identify_flax(model, inputs, layers)
@@ -176,7 +185,7 @@ def _check_torch_model(model: Any, inputs: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: if it is not a torch module.
-        ValueError: if it is in training mode, computes in another dtype, or has a cache.
+        ValueError: if it is in training mode, computes in a different dtype, or has a cache.
     """
     import torch
 

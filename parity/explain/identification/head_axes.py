@@ -29,7 +29,7 @@ def input_of(evaluated: EvaluatedProgram, projection: Linear) -> int:
     """Return the number of the input of a projection, (B, T, features).
 
     Raises:
-        ValueError: if it has another shape, or too few tokens.
+        ValueError: if it has a wrong shape, or too few tokens.
     """
     number = projection.input
     while len(evaluated.shape(number)) != 3:

@@ -111,6 +111,15 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
     Raises:
         TypeError: as in `identify`.
         ValueError: as in `identify`.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 16}
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+        >>> model = LlamaModel(LlamaConfig(**sizes, **heads)).eval()
+        >>> inputs = {"input_ids": torch.arange(16).reshape(2, 8)}
+        >>> parity.layers_of(model, inputs)[0].spec.num_kv_heads
+        2
     """
     identified = {layer.name: layer for layer in identify(model, inputs, layers)}
     if is_flax(model):

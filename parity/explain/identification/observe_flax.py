@@ -164,7 +164,7 @@ class FlaxObserver:
                 self.refusals[name] = str(error)
 
     def _refuse_unseen_modules(self, patterns: Sequence[str] | None) -> None:
-        """Refuse requested modules of attention in which no softmax was seen."""
+        """Reject requested modules of attention in which no softmax was seen."""
         leaves: list[str] = []
         for leaves_of_layer in self._leaves_of_layer.values():
             leaves += leaves_of_layer

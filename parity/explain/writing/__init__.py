@@ -47,6 +47,11 @@ def source_of(spec: AttentionSpec, framework: str, **call: Unpack[CallKeywords])
 
     Raises:
         ValueError: if the framework is unknown, or the keywords conflict.
+
+    Example:
+        >>> source = parity.source_of(parity.AttentionSpec(64, 8), "torch")
+        >>> "class Attention(" in source
+        True
     """
     return written(spec, framework, CallForm(**call))
 

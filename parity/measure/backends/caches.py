@@ -29,6 +29,10 @@ def save_cache(path: str | os.PathLike[str], cache: Any) -> None:
         OSError: if the file cannot be written.
         TypeError: if it is not such a cache.
         ValueError: if keys, values and lengths do not fit together.
+
+    Example:
+        >>> import mha_torch
+        >>> parity.save_cache("cache.safetensors", mha_torch.init_cache(1, 2, 16, 8))
     """
     framework = backend_of(cache)
     classes = [kind.__name__ for kind in type(cache).__mro__]
@@ -56,6 +60,12 @@ def load_cache(path: str | os.PathLike[str], framework: str) -> Any:
         OSError: if the file cannot be read.
         ValueError: if the framework is unknown, the file is not a cache, or JAX would narrow its
             float64.
+
+    Example:
+        >>> import mha_torch
+        >>> parity.save_cache("cache.safetensors", mha_torch.init_cache(1, 2, 16, 8))
+        >>> parity.load_cache("cache.safetensors", "jax").keys.shape
+        (1, 2, 16, 8)
     """
     _check_framework(framework)
     backend = load_backend(framework)
@@ -86,7 +96,7 @@ def _check_framework(framework: str) -> None:
 
 
 def _check(name: str, tensors: dict[str, np.ndarray]) -> None:
-    """Refuse keys, values and lengths that do not form a cache."""
+    """Reject keys, values and lengths that do not form a cache."""
     keys, values, lengths = (tensors[part] for part in PARTS)
     fit_together = (
         keys.ndim == 4

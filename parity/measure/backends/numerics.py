@@ -28,6 +28,11 @@ def numerics_lock(
 
     Yields:
         Active settings, by backend.
+
+    Example:
+        >>> with parity.numerics_lock(["torch"]) as settings:
+        ...     settings["torch"]["float32_matmul_precision"]
+        'highest'
     """
     settings = {}
     with ExitStack() as stack:

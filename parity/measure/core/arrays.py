@@ -30,7 +30,7 @@ FOREIGN = (
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Return a NumPy array of the same values and dtype; bfloat16 is that of ml_dtypes.
+    """Return a NumPy array of the same values and dtype; bfloat16 is ml_dtypes' dtype.
 
     Args:
         x: an array of NumPy, torch (on any device, with or without a gradient), JAX or TTNN, a Flax
@@ -43,6 +43,10 @@ def to_numpy(x: Any) -> np.ndarray:
     Raises:
         TypeError: if it is not an array, or has no values: a tracer, or a tensor on torch's meta
             device.
+
+    Example:
+        >>> parity.to_numpy(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+        array([1, 2], dtype=bfloat16)
     """
     if isinstance(x, np.ndarray):
         return x
@@ -66,6 +70,10 @@ def to_torch(x: Any) -> torch.Tensor:
 
     Raises:
         TypeError: if it is not an array, or torch lacks its dtype.
+
+    Example:
+        >>> parity.to_torch(jnp.arange(3.0))
+        tensor([0., 1., 2.])
     """
     import torch
 
@@ -86,6 +94,10 @@ def to_jax(x: Any) -> jax.Array:
 
     Raises:
         TypeError: if it is not an array, or JAX lacks its dtype.
+
+    Example:
+        >>> parity.to_jax(torch.arange(3.0))
+        Array([0., 1., 2.], dtype=float32)
     """
     import jax
 

@@ -62,6 +62,12 @@ class Case:
 
     Raises:
         ValueError: if lengths do not fit each other.
+
+    Example:
+        >>> spec = parity.AttentionSpec(64, 8, num_kv_heads=2, rope=parity.Rope())
+        >>> case = parity.Case("mine", spec, "a layer of my model", seq_len=9, is_causal=True)
+        >>> parity.make_problem(case, "float32").inputs["query"].shape
+        (2, 9, 64)
     """
 
     name: str

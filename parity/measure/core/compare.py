@@ -218,6 +218,14 @@ class Comparison(JsonRecord):
         return replace(self, status="failed", local_ratio=ratio, reason=own_reason)
 
     def __str__(self) -> str:
+        return self.as_text()
+
+    def as_text(self, *, with_budget: bool = True) -> str:
+        """Return the comparison as text.
+
+        Args:
+            with_budget: include the error and its budget; a diagnosis next to it has its own.
+        """
         subject = f"{self.case}/{self.stage}: {self.backend}"
         if self.passed:
             used = f"{self.worse_ratio:.2g} of its budget"
@@ -225,19 +233,20 @@ class Comparison(JsonRecord):
         axes = " ".join(axis_names(self.stage, len(self.shape)))
         lines = [f"{subject} differs from {self.against} ({self.dtype})"]
         lines.append(f"  shape       ({axes}) = {self.shape}")
-        if self.size:
+        # An array that cannot be compared has neither wrong elements nor an error.
+        if self.worst_values is not None:
             mismatched = f"{self.mismatched} / {self.size} ({self.mismatched / self.size:.1%})"
             lines.append(f"  mismatched  {mismatched}")
-        if self.worst_values is not None:
             place = ", ".join(f"{axis.lower()}={index}" for axis, index in self.worst_index.items())
             actual, expected = self.worst_values
             lines.append(
                 f"  worst       {self.max_abs:.2e} at ({place}): {actual:.6g}, expected "
                 f"{expected:.6g}"
             )
-        lines.append(
-            f"  allowed     {self.budget:.1e} ({self.norm}); the error is {self.error:.1e}"
-        )
+        if with_budget and self.worst_values is not None:
+            lines.append(
+                f"  allowed     {self.budget:.1e} ({self.norm}); the error is {self.error:.1e}"
+            )
         if self.reason:
             lines.append(f"  reason      {self.reason}")
         return "\n".join(lines)
@@ -452,15 +461,22 @@ def size_of(x: np.ndarray) -> float:
 def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
     """Describe values that are wrongly finite, NaN or infinite; empty if there are none."""
     must_be_nan = np.isnan(expected)
-    num_not_nan = np.count_nonzero(must_be_nan & ~np.isnan(actual))
-    num_wrongly_not_finite = np.count_nonzero(~must_be_nan & ~np.isfinite(actual))
+    num_not_nan = int(np.count_nonzero(must_be_nan & ~np.isnan(actual)))
+    num_wrongly_not_finite = int(np.count_nonzero(~must_be_nan & ~np.isfinite(actual)))
     reasons = []
     if num_not_nan:
-        reasons.append(f"{num_not_nan} elements are not NaN where the reference is")
+        reasons.append(f"{_are(num_not_nan)} not NaN where the reference is")
     if num_wrongly_not_finite:
         where = " where the reference is finite" if must_be_nan.any() else ""
-        reasons.append(f"{num_wrongly_not_finite} elements are NaN or infinite{where}")
+        reasons.append(f"{_are(num_wrongly_not_finite)} NaN or infinite{where}")
     return ", ".join(reasons)
+
+
+def _are(number: int) -> str:
+    """Return a number of elements as a subject with its verb."""
+    if number == 1:
+        return "1 element is"
+    return f"{number} elements are"
 
 
 # Names of stages may come from files, so that their number is not bounded. Most runs have fewer

@@ -55,7 +55,7 @@ def is_installed(package: str) -> bool:
 
 
 def check_installed(what: str, *packages: str) -> None:
-    """Refuse to start without required packages.
+    """Raise an error if a required package is missing.
 
     Args:
         what: feature that needs the packages.

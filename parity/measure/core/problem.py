@@ -152,6 +152,11 @@ def make_problem(
     Raises:
         TypeError: if `case` is neither a case nor a name.
         ValueError: if no case or dtype has this name.
+
+    Example:
+        >>> problem = parity.make_problem("causal", "float32")
+        >>> problem.inputs["query"].shape
+        (2, 5, 32)
     """
     if isinstance(case, str):
         # Imported only here: custom cases do not need all of ours.

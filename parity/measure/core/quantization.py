@@ -60,7 +60,7 @@ class CacheQuantization(Record):
             `tensor`, K for `head`, K * H for `channel`, head by head. Not of tokens.
 
     Raises:
-        TypeError: if an attribute has another type.
+        TypeError: if an attribute has a wrong type.
         ValueError: if a name is unknown, or scales do not fit.
 
     Example:

@@ -43,8 +43,8 @@ class Trace:
         skipped: reason why the backend cannot run this case in this dtype; the trace then has no
             stages.
         error: error of the backend; the trace then has no stages either.
-        folder: source folder; empty if computed here.
-        path: source file; empty if computed here.
+        path: file of the trace; empty if computed here.
+        folder: its folder; empty if computed here.
         is_named_by_folder: reports add the folder to the backend's name, because another trace has
             the same name.
     """
@@ -58,8 +58,8 @@ class Trace:
     with_gradients: bool = False
     skipped: str = ""
     error: str = ""
-    folder: str = ""
     path: str = ""
+    folder: str = ""
     is_named_by_folder: bool = False
 
     @property

@@ -86,6 +86,11 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
     Args:
         spec: layer.
         seed: equal seeds result in equal weights on all machines.
+
+    Example:
+        >>> weights = parity.random_weights(parity.AttentionSpec(64, 8, num_kv_heads=2))
+        >>> weights["k_proj.weight"].shape
+        (16, 64)
     """
     rng = np.random.default_rng(seed)
     weights = {}
@@ -106,7 +111,7 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
 
 
 def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
-    """Refuse weights that are not exactly those of the layer.
+    """Reject weights that are not exactly those of the layer.
 
     Args:
         weights: canonical weights, as arrays of any framework: see `parity.to_numpy`.
@@ -143,7 +148,7 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
 
 
 def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
-    """Refuse a module whose weights, by canonical name, are not those of its specification.
+    """Reject a module whose weights, by canonical name, are not those of its specification.
 
     Raises:
         ValueError: if names are missing or unexpected.
@@ -175,7 +180,7 @@ def save_tensors(
     Raises:
         OSError: if the file cannot be written, or its contents differ when read back.
         TypeError: if an entry is not an array.
-        ValueError: if the suffix or the existing file has another format.
+        ValueError: if the suffix or the existing file has a different format.
     """
     # A comparison of arrays needs no files: their modules are imported for the first one.
     from parity.measure.files.reading import SUFFIXES
@@ -251,7 +256,7 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
     """Return the specification in a file's metadata.
 
     Raises:
-        ValueError: if there is none, or the file has another format.
+        ValueError: if there is none, or the file has a different format.
     """
     if metadata.get("format") != FORMAT or "spec" not in metadata:
         rule = f"hold a spec in format {FORMAT} in its metadata"

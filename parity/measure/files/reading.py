@@ -229,7 +229,7 @@ def _open_shards(
 
 
 def _check_complete(path: Path, names: list[str], match: re.Match[str]) -> None:
-    """Refuse a set of shards if one is missing, by the count in the name of one of them."""
+    """Reject a set of shards if one is missing, by the count in the name of one of them."""
     stem, _, count, suffix = match.groups()
     for i in range(1, int(count) + 1):
         name = f"{stem}-{i:05}-of-{count}{suffix}"

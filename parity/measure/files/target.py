@@ -63,7 +63,7 @@ def check_target(
     overwrite: bool = True,
     source: str | os.PathLike[str] | None = None,
 ) -> list[str]:
-    """Refuse a target that must not be written.
+    """Reject a target that must not be written.
 
     Args:
         path: target, as given by the user.
@@ -79,7 +79,7 @@ def check_target(
     Raises:
         FileExistsError: if the target exists and `overwrite` is False.
         OSError: if the target cannot be inspected, such as a loop of links.
-        ValueError: if the target is the source, or exists in another format.
+        ValueError: if the target is the source, or exists in a different format.
     """
     if source is not None:
         _refuse_source(path, [folder / name for name in names], folder, Path(source))
@@ -110,7 +110,7 @@ def is_shard_of(path: Path, name: str) -> bool:
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Refuse a file whose name is a folder's, such as `a.py/`, or whose folder does not exist.
+    """Reject a file whose name is a folder's, such as `a.py/`, or whose folder does not exist.
 
     `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write
     another file.
@@ -138,7 +138,7 @@ def _exists(path: Path) -> bool:
 
 
 def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Path) -> None:
-    """Refuse to write onto the source, under any name, or into it if it is a folder.
+    """Raise an error if the target is the source, under any name, or lies in it.
 
     Args:
         path: target, as given by the user.
@@ -170,7 +170,7 @@ def _is_any(path: Path, candidates: Iterable[Path]) -> bool:
 
 
 def _refuse_others(path: Path, place: Path, kind: str) -> None:
-    """Refuse to replace anything but a file or folder of the format; empty ones are allowed."""
+    """Raise an error if something but a file or folder of the format, or an empty one, exists."""
     try:
         mode = place.stat().st_mode
     except FileNotFoundError:  # a link to a missing file
@@ -194,7 +194,7 @@ def _refuse_others(path: Path, place: Path, kind: str) -> None:
 
 
 def refuse_other_file(path: str | os.PathLike[str], kind: str) -> None:
-    """Refuse to replace a file of another format.
+    """Raise an error if a file of a different format exists.
 
     Raises:
         ValueError: if the existing file does not start like one of the format.
@@ -231,7 +231,7 @@ def _others_in(folder: Path, most: int = 5) -> list[str]:
 
 
 def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> None:
-    """Refuse an unwritable file before the work whose result it will contain.
+    """Reject an unwritable file before the work whose result it will contain.
 
     Nothing is left behind.
 
@@ -577,7 +577,7 @@ def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
 
 
 def _check_free(paths: Iterable[Path], *, overwrite: bool) -> None:
-    """Refuse files to write that exist, unless they are files that may be replaced."""
+    """Reject files to write that exist, unless they are files that may be replaced."""
     for path in paths:
         if not _exists(path):
             continue

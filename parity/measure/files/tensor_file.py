@@ -511,7 +511,7 @@ def in_one_line(path: Path, kind: str) -> Iterator[None]:
 
 
 def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
-    """Refuse text that cannot be printed or written, which files may contain.
+    """Reject text that cannot be printed or written, which files may contain.
 
     Raises:
         ValueError: if a name is too long or has a control character, or any text has a lone
@@ -527,7 +527,7 @@ def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
 
 
 def check_unique(names: Iterable[str]) -> None:
-    """Refuse duplicate names."""
+    """Reject duplicate names."""
     for name, count in Counter(names).items():
         if count > 1:
             raise InputError("names", "differ", f"{name} twice")

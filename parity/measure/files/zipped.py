@@ -89,7 +89,7 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
 
 
 def check_inflation(inflated: int, size: int) -> None:
-    """Refuse a small file that would fill the memory.
+    """Reject a small file that would fill the memory.
 
     Weights hardly compress; zeros do, but are allowed as a part of a file.
 
@@ -340,7 +340,7 @@ class _Checksums:
         self._checked: set[int] = set()
 
     def check_sizes(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Refuse a storage with a wrong, larger size, which would extend into the next one."""
+        """Reject a storage with a wrong, larger size, which would extend into the next one."""
         for tensor in tensors:
             if tensor.untyped_storage().nbytes() not in self._by_size:
                 raise InputError(
@@ -348,7 +348,7 @@ class _Checksums:
                 )
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse a tensor whose storage is damaged."""
+        """Reject a tensor whose storage is damaged."""
         import torch
 
         storage = tensor.untyped_storage()
@@ -361,7 +361,7 @@ class _Checksums:
 
 
 def _check_members(archive: zipfile.ZipFile, members: Iterable[zipfile.ZipInfo]) -> None:
-    """Refuse an archive that torch cannot memory-map, and damage in members besides storages."""
+    """Reject an archive that torch cannot memory-map, and damage in members besides storages."""
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise InputError("members of an archive of torch's", "not be compressed, but they are")
     if not _has_checksums(members):

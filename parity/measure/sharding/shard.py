@@ -26,13 +26,17 @@ class ShardPlan:
     Attributes:
         tensor: number of ranks that query heads are divided over, evenly: tensor parallelism.
         context: number of consecutive parts that tokens are divided into: context parallelism. Each
-            part has `tensor` consecutive ranks, with the same weights as those of other parts.
+            part has `tensor` consecutive ranks, with the same weights as the ranks of other parts.
 
     Raises:
         TypeError: if a number is not an integer.
         ValueError: if one is below 1.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3; Ring Attention, arXiv:2310.01889.
+
+    Example:
+        >>> parity.ShardPlan(tensor=4)
+        ShardPlan(tensor=4, context=1)
     """
 
     tensor: int
@@ -123,6 +127,13 @@ def shard(
             whose slopes depend on the number of all heads; and dropout of summed outputs.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
+
+    Example:
+        >>> spec = parity.AttentionSpec(64, 8)
+        >>> plan = parity.ShardPlan(tensor=2)
+        >>> weights, spec_of_rank = parity.shard(parity.random_weights(spec), spec, plan, rank=1)
+        >>> weights["q_proj.weight"].shape, spec_of_rank.num_heads
+        ((32, 64), 4)
     """
     own_spec = shard_spec(spec, plan, rank, alone=alone)
     heads = local_heads(spec, plan, rank)
@@ -153,6 +164,15 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
     Raises:
         TypeError, ValueError: see `shard` without `alone`; also if a rank is missing, or replicated
             weights differ between ranks.
+
+    Example:
+        >>> spec = parity.AttentionSpec(64, 8)
+        >>> weights = parity.random_weights(spec)
+        >>> plan = parity.ShardPlan(tensor=2)
+        >>> shards = [parity.shard(weights, spec, plan, rank)[0] for rank in range(2)]
+        >>> whole = parity.unshard(shards, spec, plan)
+        >>> np.array_equal(whole["q_proj.weight"], weights["q_proj.weight"])
+        True
     """
     _check(spec, plan, 0)
     if len(shards) != plan.num_ranks:
@@ -204,7 +224,7 @@ def _fill(
 
 
 def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
-    """Refuse a rank that does not exist, and heads that cannot be divided."""
+    """Reject a rank that does not exist, and heads that cannot be divided."""
     check_spec(spec)
     if not isinstance(plan, ShardPlan):
         raise InputTypeError("plan", "be a ShardPlan", plan=plan)
@@ -222,7 +242,7 @@ def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
 
 
 def _check_alone(spec: AttentionSpec) -> None:
-    """Refuse a layer whose parts no specification describes."""
+    """Reject a layer whose parts no specification describes."""
     for name in NORMS:
         norm = getattr(spec, name)
         if norm is not None and norm.over == "width":

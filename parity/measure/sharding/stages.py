@@ -41,6 +41,20 @@ def unshard_stages(
     Raises:
         ValueError: if a rank is missing, replicated stages differ between ranks, a stage is a
             gradient, or its shape does not fit the rank's heads.
+
+    Example:
+        >>> import mha_torch
+        >>> problem = parity.make_problem("causal", "float32")
+        >>> query = parity.to_torch(problem.inputs["query"])
+        >>> plan = parity.ShardPlan(tensor=2)
+        >>> ranks = []
+        >>> for rank in range(2):
+        ...     weights, spec = parity.shard(problem.weights, problem.spec, plan, rank)
+        ...     layer = parity.load_into(mha_torch.MultiHeadAttention(spec), weights, spec)
+        ...     output, _ = layer(query, is_causal=True)
+        ...     ranks.append({"output": output})
+        >>> parity.unshard_stages(ranks, problem.spec, plan)["output"].shape
+        (2, 5, 32)
     """
     if len(shards) != plan.num_ranks:
         raise InputError("shards", "have one entry per rank", f"{len(shards)} of them and {plan}")

@@ -44,6 +44,17 @@ def convert(
         TypeError: if an entry is not a floating-point array, or the dtypes differ.
         ValueError: if a layout is unknown, names or shapes do not fit, the heads are ambiguous, a
             value is not finite, or the target layout cannot represent the layer.
+
+    Example:
+        >>> module = torch.nn.MultiheadAttention(64, 8)
+        >>> kernels = parity.convert(
+        ...     module.state_dict(),
+        ...     source="torch.nn.MultiheadAttention",
+        ...     target="flax.nnx",
+        ...     num_heads=8,
+        ... )
+        >>> kernels["query.kernel"].shape
+        (64, 8, 8)
     """
     target_layout = find_layout(target, "target")
     canonical, spec = to_canonical(weights, find_layout(source, "source"), **keywords)
@@ -78,6 +89,12 @@ def load(
     Warns:
         IgnoredSettingsWarning: if the configuration specifies attention features that are not read,
             such as scaled or partial RoPE, or soft caps, windows and scales in a GGUF file.
+
+    Example:
+        >>> parity.save("layer.safetensors", torch.nn.MultiheadAttention(64, 8))
+        >>> weights, spec = parity.load("layer.safetensors")
+        >>> weights["q_proj.weight"].shape
+        (64, 64)
     """
     with Checkpoint.open(path) as checkpoint:
         layers = checkpoint.layers(LayerHints.by(CALLER, **keywords), layout, prefix)
@@ -168,6 +185,13 @@ def convert_file(
         ValueError: as in `convert`, or if there is no such layer, two tensors would have the same
             name, layers cannot be stacked, the target is the source, the existing target has
             another format, or the target cannot represent the layers.
+
+    Example:
+        >>> parity.save("layer.safetensors", torch.nn.MultiheadAttention(64, 8))
+        >>> target = "flax.nnx"
+        >>> converted = parity.convert_file("layer.safetensors", "flax.safetensors", target=target)
+        >>> converted.source
+        'canonical'
     """
     target_layout = find_layout(target, "target")
     if not ranks:

@@ -318,7 +318,7 @@ def layers_under(
     unread = unread_of(layers)
     if unread:
         # The level is that of the caller of `load` or `convert_file`, above `Checkpoint.layers`.
-        warnings.warn(_not_carried(unread, hints), IgnoredSettingsWarning, stacklevel=4)
+        warnings.warn(_ignored_settings(unread, hints), IgnoredSettingsWarning, stacklevel=4)
     return layers
 
 
@@ -440,7 +440,7 @@ def _no_layer(kind: type[InputError], file: TensorCache, prefix: str, layout: La
 # ---- Keys that are not understood ----------------------------------------------------------------
 
 
-def _not_carried(unread: Mapping[str, Any], hints: FileHints) -> str:
+def _ignored_settings(unread: Mapping[str, Any], hints: FileHints) -> str:
     """Describe the attention keys that no specification contains, and how the caller can replace
     them.
     """

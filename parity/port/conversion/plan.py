@@ -124,12 +124,12 @@ class Converted(JsonRecord):
         unconverted: prefixes of other layers in the source's layout, which were copied unchanged.
         optimizer_state: names of optimizer tensors for the layers, which are in the target in the
             old layout.
-        not_carried: attention settings of the source that are not read; if one concerns RoPE, the
-            specification has no RoPE.
+        ignored_settings: attention settings of the source that are not read; if one concerns RoPE,
+            the specification has no RoPE.
         path: the written file, or the index of its shards.
         missing: paths of attention layers that the model's configuration requires and the file
             lacks, with the part if the model has several.
-        dequantised: names of quantized source tensors, which were written as the values that they
+        dequantized: names of quantized source tensors, which were written as the values that they
             represent.
         joined: names of norms over the width of all heads in rank files. Each rank has its own
             weights, but their mean squares must be computed over all ranks.
@@ -146,10 +146,10 @@ class Converted(JsonRecord):
     left_out: list[str] = field(default_factory=list)
     unconverted: list[str] = field(default_factory=list)
     optimizer_state: list[str] = field(default_factory=list)
-    not_carried: list[str] = field(default_factory=list)
+    ignored_settings: list[str] = field(default_factory=list)
     path: str = ""
     missing: list[str] = field(default_factory=list)
-    dequantised: list[str] = field(default_factory=list)
+    dequantized: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     metadata_left_out: list[str] = field(default_factory=list)
     plan: ConversionPlan | None = None
@@ -564,9 +564,9 @@ class Plan:
             left_out=list(self.source.file.ignored),
             unconverted=fitting_prefixes({name: infos[name].shape for name in kept}, first.layout),
             optimizer_state=optimizer_state,
-            not_carried=[key_in_words(name, value) for name, value in unread.items()],
+            ignored_settings=[key_in_words(name, value) for name, value in unread.items()],
             missing=self.hints.missing(labels, infos),
-            dequantised=[name for name in self.source.quantised if name not in dropped],
+            dequantized=[name for name in self.source.quantised if name not in dropped],
         )
 
     def _record(self, metadata: Mapping[str, str]) -> ConversionPlan:

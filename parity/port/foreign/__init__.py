@@ -80,7 +80,7 @@ def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> A
             `keras.layers.MultiHeadAttention` or `GroupQueryAttention`, built, or
             `equinox.nn.MultiheadAttention`.
         weights: canonical weights, as arrays of any framework, in the dtype of the module; or
-            another such module.
+            a second such module.
         spec: specification of the weights, as `load` and `spec_of` return it, and `problem.spec`:
             the module must compute that function. Required with weights by name, because they show
             neither the number of heads nor RoPE; optional if `weights` is a module.
@@ -93,6 +93,13 @@ def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> A
         TypeError: if the module is not supported, dtypes differ, or weights by name have no `spec`.
         ValueError: if names or shapes do not fit, a value is not finite, or the specifications
             differ.
+
+    Example:
+        >>> import mha_torch
+        >>> module = torch.nn.MultiheadAttention(64, 8)
+        >>> layer = parity.load_into(mha_torch.MultiHeadAttention(64, 8), module)
+        >>> torch.equal(layer.out_proj.weight, module.out_proj.weight)
+        True
     """
     adapter = _adapter_of(module)
     if not isinstance(weights, Mapping):
@@ -119,6 +126,10 @@ def weights_of(module: Any) -> Weights:
         TypeError: if the module is not supported.
         ValueError: if it does not hold exactly the weights of its specification, for example if a
             projection is wrapped.
+
+    Example:
+        >>> sorted(parity.weights_of(torch.nn.MultiheadAttention(64, 8, bias=False)))
+        ['k_proj.weight', 'out_proj.weight', 'q_proj.weight', 'v_proj.weight']
     """
     return _adapter_of(module).weights_of(module)
 
@@ -135,6 +146,10 @@ def spec_of(module: Any) -> AttentionSpec:
     Raises:
         TypeError: if the module is not supported.
         ValueError: if another library's module computes something that no specification expresses.
+
+    Example:
+        >>> parity.spec_of(torch.nn.MultiheadAttention(64, 8)).num_heads
+        8
     """
     return _adapter_of(module).spec_of(module)
 
@@ -151,6 +166,11 @@ def from_module(module: Any) -> tuple[AttentionSpec, Weights]:
     Raises:
         TypeError: if the module is not supported.
         ValueError: as in `spec_of` and `weights_of`.
+
+    Example:
+        >>> spec, weights = parity.from_module(torch.nn.MultiheadAttention(64, 8))
+        >>> spec.num_heads, weights["q_proj.weight"].shape
+        (8, (64, 64))
     """
     return spec_of(module), weights_of(module)
 
@@ -179,6 +199,12 @@ def save(
         OSError: if the file cannot be written.
         TypeError, ValueError: if the weights do not match the spec, or the layout cannot represent
             the layer.
+
+    Example:
+        >>> parity.save("layer.safetensors", torch.nn.MultiheadAttention(64, 8))
+        >>> weights, spec = parity.load("layer.safetensors")
+        >>> spec.num_heads
+        8
     """
     if not isinstance(weights, Mapping):
         module = weights

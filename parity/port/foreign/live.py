@@ -58,6 +58,15 @@ def from_transformers(
         ValueError: if the configuration is not understood or has no such layer, if the module has
             other weights or heads than that layer, or if it uses a weight that another module
             holds.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 16}
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+        >>> model = LlamaModel(LlamaConfig(**sizes, **heads)).eval()
+        >>> spec, weights = parity.from_transformers(model.layers[0].self_attn)
+        >>> spec.num_kv_heads
+        2
     """
     layer, weights = find_layer(module, config, layer_idx, path=path)
     return cast(AttentionSpec, layer.spec), weights

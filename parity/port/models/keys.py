@@ -197,7 +197,7 @@ def check_kind(name: str, value: Any, where: str = "") -> None:
 
     Raises:
         ValueError: if its value is of the kind, but out of its range.
-        TypeError: if it is of another kind.
+        TypeError: if it is of a wrong kind.
     """
     check = KINDS.get(name)
     if check is not None:

@@ -122,6 +122,14 @@ def specs_of(config: Any, *, part: str | None = None) -> list[ModelLayer]:
         TypeError: if it is not a configuration, or the number of layers is not an integer.
         ValueError: if the family is unknown, a key is missing, one that may concern attention is
             unknown or leads to unsupported layers, or there are several parts and `part` is None.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 16}
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+        >>> model = LlamaModel(LlamaConfig(**sizes, **heads)).eval()
+        >>> [layer.spec.num_kv_heads for layer in parity.specs_of(model.config)]
+        [2]
     """
     layers, unread = read_layers(values_of(config), part)
     if unread:
@@ -282,7 +290,7 @@ PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
 
 
 def _check_fixed(family: Family, config: Config) -> None:
-    """Refuse keys with values that would change layers, and incomplete models."""
+    """Reject keys with values that would change layers, and incomplete models."""
     for name, value in family.fixed.items():
         section, _, leaf = name.rpartition(".")
         keys = config

@@ -45,6 +45,16 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
     Raises:
         TypeError: if the model is neither a torch nor a Flax module.
         ValueError: if it has no such layers, or is compiled.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 16}
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+        >>> model = LlamaModel(LlamaConfig(**sizes, **heads)).eval()
+        >>> with torch.no_grad(), parity.tap(model) as tapped:
+        ...     _ = model(torch.arange(10).reshape(2, 5))
+        >>> sorted(tapped.layers[0].calls[0].values)
+        ['context', 'input', 'k', 'output', 'positions', 'q', 'v']
     """
     packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
     patterns = patterns_of(layers)

@@ -161,7 +161,7 @@ class Tapped:
 
         Raises:
             OSError: if it cannot be written.
-            ValueError: if the suffix or the existing file has another format.
+            ValueError: if the suffix or the existing file has a different format.
         """
         layers = []
         tensors = {}
@@ -183,6 +183,17 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
     Raises:
         OSError: if the file cannot be read.
         ValueError: if it is not a recording.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 16}
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+        >>> model = LlamaModel(LlamaConfig(**sizes, **heads)).eval()
+        >>> with torch.no_grad(), parity.tap(model) as tapped:
+        ...     _ = model(torch.arange(10).reshape(2, 5))
+        >>> tapped.save("tap.safetensors")
+        >>> len(parity.load_tap("tap.safetensors").layers)
+        1
     """
     tensors, metadata = load_tensors(path)
     if metadata.get("kind") != "tap" or metadata.get("format") != FORMAT:
@@ -243,7 +254,7 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
 
 
 def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
-    """Reject arrays with wrong axes, or with another batch size or number of tokens than others."""
+    """Reject arrays with wrong axes, or whose batch sizes or numbers of tokens differ."""
     sizes: dict[str, int] = {}
     for name, x in values.items():
         axes = VALUES.get(name, x.shape)

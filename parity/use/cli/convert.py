@@ -214,7 +214,7 @@ def run(options: Options) -> Result:
         ),
         (
             "quantized in the source, and written as the float32 values that they represent",
-            converted.dequantised,
+            converted.dequantized,
         ),
     ):
         if names:

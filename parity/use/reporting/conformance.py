@@ -34,12 +34,12 @@ do not spread over a wide terminal.
 
 
 def print_conformance(
-    subjects: Sequence[Conformance], out: Console, again: Callable[[str, str], str]
+    subjects: Sequence[Conformance], out: Console, rerun: Callable[[str, str], str]
 ) -> None:
     """Print the matrix, with as many targets side by side as fit, and each broken guarantee below
     it.
 
-    `again` returns the command that repeats a check, from the names of a target and a check.
+    `rerun` returns the command that repeats a check, from the names of a target and a check.
     """
     examined = [subject for subject in subjects if not subject.missing]
     between = width_between_columns(out)
@@ -51,9 +51,9 @@ def print_conformance(
             print_line(out, f"{subject.name}: {subject.missing}", "dim")
     _print_refusals(examined, out)
     for subject in examined:
-        _print_broken(subject, out, again)
+        _print_broken(subject, out, rerun)
     out.print()
-    _print_verdict(examined, out)
+    _print_verdict(examined, out, num_missing=len(subjects) - len(examined))
 
 
 def _print_matrix(subjects: Sequence[Conformance], out: Console) -> None:
@@ -90,12 +90,12 @@ def _print_refusals(subjects: Sequence[Conformance], out: Console) -> None:
         rejected = [answer for answer in subject.answers if answer.refusal]
         by_refusal = grouped(rejected, lambda answer: answer.refusal)
         for refusal, answers in by_refusal.items():
-            lines.append(f"{subject.name}, {_questions(answers)}: refused ({refusal})")
+            lines.append(f"{subject.name}, {_questions(answers)}: rejected ({refusal})")
     if lines:
         print_line(out, "\n" + "\n".join(lines), "dim")
 
 
-def _print_broken(subject: Conformance, out: Console, again: Callable[[str, str], str]) -> None:
+def _print_broken(subject: Conformance, out: Console, rerun: Callable[[str, str], str]) -> None:
     """Print the broken guarantees of a target, those by the same error of its code together."""
     by_error = grouped(subject.broken, lambda answer: answer.error or answer.question)
     for answers in by_error.values():
@@ -104,15 +104,17 @@ def _print_broken(subject: Conformance, out: Console, again: Callable[[str, str]
         print_line(out, first.example, "red")
         if len(answers) > 1:
             print_line(out, f"  also    {_questions(answers[1:])}, by the same error", "red")
-        print_line(out, f"  again   {again(subject.name, first.question)}")
+        print_line(out, f"  rerun   {rerun(subject.name, first.question)}")
 
 
 def _questions(answers: Sequence[Answer]) -> str:
     return ", ".join(answer.question for answer in answers)
 
 
-def _print_verdict(subjects: Sequence[Conformance], out: Console) -> None:
-    """Print the dtypes that no check examined, and a last line with the numbers of answers."""
+def _print_verdict(subjects: Sequence[Conformance], out: Console, *, num_missing: int) -> None:
+    """Print the dtypes that no check examined, and a last line with the numbers of answers, and of
+    targets that are not installed.
+    """
     num_answers = 0
     num_answered = 0
     num_broken = 0
@@ -132,6 +134,8 @@ def _print_verdict(subjects: Sequence[Conformance], out: Console) -> None:
         print_line(out, f"{name}: no check examined {and_listed(dtypes)}", "bold red")
     if gaps:
         verdict += "; not every requested dtype was examined"
+    if num_missing:
+        verdict += f"; NOT examined: {counted(num_missing, 'target')}"
     is_well = num_answered and not num_broken and not gaps
     style = "bold green" if is_well else "bold red"
     print_line(

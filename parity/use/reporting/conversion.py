@@ -88,11 +88,11 @@ def _properties(layout: Layout) -> list[str]:
     lines.append(f"RoPE pairs: {pairs}")
     for rule in layout.rules:
         lines.append(f"rule: {RULES[rule].words}")
-    not_carried = [name for name in CARRIED if name not in layout.carries]
-    if not_carried:
-        lines.append(f"not carried: {', '.join(not_carried)}")
+    not_stored = [name for name in CARRIED if name not in layout.carries]
+    if not_stored:
+        lines.append(f"not stored, so pass them yourself: {', '.join(not_stored)}")
     else:
-        lines.append("carried: all that a specification says")
+        lines.append("stores every setting of a specification")
     if layout.shares:
         lines.append(f"once in a file if layers share them: {', '.join(layout.shares)}")
     if layout.grid_biases:
@@ -116,7 +116,7 @@ def print_inspection(
     out: Console,
     proposal: str = "",
 ) -> None:
-    """Print the tensors of a file, with those of numbered layers in one row, and the layouts that
+    """Print the tensors of a file, with tensors of numbered layers in one row, and the layouts that
     fit.
 
     Args:
@@ -127,7 +127,7 @@ def print_inspection(
         proposal: the table of a layout that is proposed if there are none, as TOML.
     """
     title = f"{path}: {file.format}, {len(file.infos)} tensors"
-    print_table(out, title, ("tensor", "shape", "dtype", "how many"), _tensor_rows(file))
+    print_table(out, title, ("tensor", "shape", "dtype", "count"), _tensor_rows(file))
     if not layers_by_kind:
         from parity.port.conversion.file_hints import NOT_LISTED
 
@@ -151,7 +151,7 @@ def print_inspection(
 
 
 def _tensor_rows(file: TensorFile) -> list[Row]:
-    """Return a row for tensors that are alike: pattern of the name, shape, dtype, how many."""
+    """Return a row for tensors that are alike: pattern of the name, shape, dtype, count."""
     counts = Counter(
         (numbered(name), info.shape, info.dtype, file.quantised.get(name))
         for name, info in file.infos.items()
@@ -227,7 +227,7 @@ def _print_plan(plan: ConversionPlan, dropped: Sequence[str], out: Console) -> N
     rows = []
     for (patterns_of_sources, pattern), count in num_tensors.items():
         rows.append((Text(patterns_of_sources), Text(pattern), str(count)))
-    print_table(out, f"Tensors, {plan.size} bytes", ("from", "to", "how many"), rows)
+    print_table(out, f"Tensors, {plan.size} bytes", ("from", "to", "count"), rows)
     if dropped:
         print_line(out, f"dropped: {some_of(dropped)}")
     if plan.left_out:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
+from parity.explain.diagnosis.findings import TITLES
 from parity.measure.core.compare import Comparison, first_difference
 from parity.use.reporting.console import print_line, print_table, short_ratio
 
@@ -43,7 +44,7 @@ def print_diagnosis(
         style = "not bold"
         if is_right:
             style = "bold green"
-        elif label.startswith("Likely bug"):
+        elif label.startswith(TITLES):
             style = "bold red"
         line = Text(style="bold")
         if label:
@@ -69,7 +70,8 @@ def print_failure(
     """Print the first difference of a case and its diagnosis; the numbers only if verbose, or if no
     bug is known.
     """
-    title, _, numbers = str(comparison).partition("\n")
+    text = comparison.as_text(with_budget=diagnosis is None)
+    title, _, numbers = text.partition("\n")
     print_line(out, title, "red")
     if diagnosis is not None:
         print_diagnosis(diagnosis, out, is_right=False, verbose=verbose)

@@ -41,7 +41,7 @@ def print_environment(
     for name, version in optional.items():
         _, purpose = OPTIONAL[name]
         if version is None:
-            advice = f"skipped or refused: {purpose}; pip install {name}"
+            advice = f"not available: {purpose}; pip install {name}"
             rows.append((name, Text("missing", style="yellow"), advice))
         else:
             rows.append((name, version, purpose))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parity.measure.core.compare import Comparison
 from parity.measure.text import printable
-from parity.use.reporting.summary import reproduction, summary_line
+from parity.use.reporting.summary import summary_line
 from parity.use.running.report import Report
 
 MOST = 10
@@ -36,8 +36,8 @@ def _message(difference: Comparison, report: Report) -> str:
     if diagnosis is not None:
         lines.append(diagnosis.text)
     lines.append(str(difference))
-    command = reproduction(difference, report)
-    if command:
+    command = report.commands.get((difference.case, difference.dtype, difference.backend))
+    if command is not None:
         lines.append(f"Run it again: {command}")
     return "\n".join(lines)
 

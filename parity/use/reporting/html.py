@@ -35,9 +35,9 @@ from parity.use.reporting.plot import downsample
 from parity.use.reporting.summary import (
     case_grid,
     not_exercised_line,
-    reproduction,
     skipped_reasons,
     summary_line,
+    verdict_of,
     worst_of,
 )
 from parity.use.running.report import Report, flattened
@@ -73,7 +73,7 @@ INKS = {
 """Color of each kind of map, and of non-finite weights in all."""
 
 BUDGET_MARK = 70
-"""Place of the budget on a bar, in percent: linear up to there, logarithmic beyond."""
+"""Position of the budget on a bar, in percent: linear up to there, logarithmic beyond."""
 
 EXCESS = 4
 """Percent by which a bar at least exceeds the mark if an error exceeds its budget, so that a slight
@@ -195,16 +195,16 @@ def png(picture: np.ndarray, ink: tuple[int, int, int]) -> str:
 
 
 def _picture(maps: np.ndarray, scale: float = 1.0) -> list[tuple[np.ndarray, str]]:
-    """Return the levels of each head, and its largest value and place in words."""
+    """Return the levels of each head, and its largest value and position in words."""
     words = map(_largest_in_words, maps)
     return list(zip(levels(maps / scale), words, strict=True))
 
 
 def _largest_in_words(values: np.ndarray) -> str:
-    """Return the largest value of a head and its place, or how many are not finite."""
+    """Return the largest value of a head and its position, or how many are not finite."""
     num_not_finite = np.count_nonzero(~np.isfinite(values))
     if num_not_finite:
-        return f"NaN or infinite at {num_not_finite} of {values.size} places"
+        return f"NaN or infinite at {num_not_finite} of {values.size} positions"
     query, key = np.unravel_index(int(values.argmax()), values.shape)
     return f"largest {values[query, key]:.3g} at t={query}, s={key}"
 
@@ -250,7 +250,7 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
         anchor=_anchor,
     )
     templates.globals.update(
-        first_difference=first_difference, reproduction=reproduction, worst_of=worst_of
+        first_difference=first_difference, worst_of=worst_of, has_own_step=_has_own_step
     )
     folder = resources.files("parity.use.reporting") / "html_report"
     style = (folder / "style.css").read_text("utf-8")
@@ -263,7 +263,9 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
             f"form-action 'none'"
         ),
         report=report,
+        title=verdict_of(report) if report.comparisons else "nothing was compared",
         verdict=summary_line(report).plain,
+        bug_pages=_bug_pages(report),
         not_exercised=not_exercised_line(report),
         layers=_layers(report),
         cases=_cases(report, maps or {}),
@@ -273,6 +275,23 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
     )
     # The name of a folder in the report need not be Unicode.
     return page.encode("utf-8", "replace")
+
+
+def _bug_pages(report: Report) -> dict[str, str]:
+    """Return the text of the page of each known bug that a diagnosis names."""
+    from parity.use.reporting.bugs import bug_page
+
+    pages: dict[str, str] = {}
+    for diagnosis in report.diagnoses.values():
+        for finding in diagnosis.findings:
+            for name in finding.pages:
+                pages[name] = bug_page(name)
+    return pages
+
+
+def _has_own_step(comparisons: Iterable[Comparison]) -> bool:
+    """Return whether a stage was also computed by itself, from the reference's earlier stages."""
+    return any(comparison.local_ratio is not None for comparison in comparisons)
 
 
 def _layers(report: Report) -> list[dict[str, Any]]:
@@ -396,7 +415,7 @@ def _rows_of_backend(
     rows = [(backend, f"differs by {largest}", _images(attention_map, "actual"))]
     if "difference" in attention_map.pictures:
         images = _images(attention_map, "difference")
-        rows.append((f"|{backend} − reference|", f"most ink: {largest}", images))
+        rows.append((f"|{backend} − reference|", f"largest difference: {largest}", images))
     return rows
 
 
@@ -410,8 +429,8 @@ def _environments(
 ) -> Iterator[tuple[str, list[tuple[str, dict[str, str]]]]]:
     """Yield each environment with its tables of settings: the machine's, and each backend's.
 
-    A run has its own environment and those of joined traces. A comparison of traces has one for
-    each folder.
+    A run has its own environment and the environments of joined traces. A comparison of traces has
+    one for each folder.
     """
     places = environment
     if "python" in environment:

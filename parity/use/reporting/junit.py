@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from parity.measure.core.compare import Comparison, first_difference
 from parity.measure.files.target import write_whole
 from parity.measure.text import printable
-from parity.use.reporting.summary import not_exercised_line, reproduction, summary_line
+from parity.use.reporting.summary import not_exercised_line, summary_line
 from parity.use.running.report import Report, SkippedCase
 
 
@@ -123,22 +123,22 @@ def _failure(difference: Comparison, report: Report) -> ElementTree.Element:
     """Return the failure of a case: its cause as the message if it is known; then the diagnosis and
     the difference.
     """
-    diagnosis = report.diagnoses.get((difference.case, difference.dtype, difference.backend))
+    key = (difference.case, difference.dtype, difference.backend)
+    diagnosis = report.diagnoses.get(key)
     message = f"{difference.stage}: {difference.worse_ratio:.3g} times the error budget"
     tag = "failure"
     if difference.stage == "run":
         # The backend raised an error before it reached any stage.
         tag = "error"
         message = difference.reason
-    elif diagnosis is not None and diagnosis.cause:
-        message = diagnosis.cause
+    elif diagnosis is not None:
+        message = diagnosis.headline
     paragraphs = []
     if diagnosis is not None:
         paragraphs.append(f"{diagnosis.text}\n")
-    paragraphs.append(str(difference))
-    command = reproduction(difference, report)
-    if command:
-        paragraphs.append(f"  again       {command}")
+    paragraphs.append(difference.as_text(with_budget=diagnosis is None))
+    if key in report.commands:
+        paragraphs.append(f"  rerun       {report.commands[key]}")
     return _element(tag, "\n".join(paragraphs), message=message, type=difference.stage)
 
 

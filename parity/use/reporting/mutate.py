@@ -50,6 +50,8 @@ def print_mutations(
             print_line(out, f"{passes}; mha-parity bugs {outcome.page}", "red")
     numbers = Counter(outcome.status for outcome in outcomes)
     verdict = ", ".join(f"{numbers[status]} {status.value}" for status in Status if numbers[status])
+    if left_out:
+        verdict += f"; {len(left_out)} not injected"
     is_well = all(outcome.is_caught for outcome in outcomes)
     style = "bold green" if is_well else "bold red"
     print_line(out, f"{counted(len(outcomes), 'bug')} injected: {verdict}", style)

@@ -62,7 +62,7 @@ def plot_attention(
         path: file to write, whole or not at all; `.png` or `.svg` selects the format. Default: no
             file.
         tokens: a label for each key, (S,).
-        query_tokens: a label for each query, (T,); default: those of the keys if T = S, else
+        query_tokens: a label for each query, (T,); default: the labels of the keys if T = S, else
             positions.
         heads: heads to draw; default: all.
         sequence: sequence of the batch to draw.
@@ -76,6 +76,10 @@ def plot_attention(
         OSError: if the file cannot be written.
         TypeError: if the weights are not real numbers.
         ValueError: if shapes, labels, heads or the path do not fit.
+
+    Example:
+        >>> attn_weights = np.full((2, 3, 3), 1 / 3)
+        >>> figure = parity.plot_attention(attn_weights, path="heads.png")
     """
     if path is None:
         packages.check_installed("a plot", "matplotlib")

@@ -16,7 +16,6 @@ from parity.use.reporting.grouping import grouped
 from parity.use.reporting.summary import (
     case_grid,
     not_exercised_line,
-    reproduction,
     skipped_reasons,
     summary_line,
     worst_of,
@@ -63,12 +62,12 @@ def _print_failures(
 ) -> None:
     """Print the first differences with their diagnoses, and how many more there are."""
     for comparison in differences[:DETAILED_FAILURES]:
-        diagnosis = report.diagnoses.get((comparison.case, comparison.dtype, comparison.backend))
+        key = (comparison.case, comparison.dtype, comparison.backend)
+        diagnosis = report.diagnoses.get(key)
         out.print()
         print_failure(comparison, diagnosis, out, verbose=verbose)
-        command = reproduction(comparison, report)
-        if command:
-            out.print(f"  again       {command}", soft_wrap=True)
+        if key in report.commands:
+            print_line(out, f"  rerun       {report.commands[key]}")
     num_hidden = len(differences) - DETAILED_FAILURES
     if num_hidden > 0:
         out.print(f"\n… and {num_hidden} more; --json has all")

@@ -1,10 +1,9 @@
-"""Parts of a report that the terminal, the page and JUnit share: the last line, skipped cases, the
-rows of the table of cases, and commands that repeat a case.
+"""Parts of a report that the terminal, the page and JUnit share: the last line, skipped cases, and
+the rows of the table of cases.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +12,6 @@ from rich.text import Text
 
 from parity.measure.core.cases import find_case
 from parity.measure.core.compare import first_difference
-from parity.measure.core.stages import stage_named
 from parity.measure.text import and_listed, counted, some_of
 
 if TYPE_CHECKING:
@@ -23,6 +21,9 @@ if TYPE_CHECKING:
 
 MOST_IN_LINE = 3
 """Largest number of gaps in the last line, an arbitrary number; the lines above it have all."""
+
+MOST_SUBJECTS = 5
+"""Largest number of implementations or tests in the last line, an arbitrary number."""
 
 STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
 """Style of the last line for each exit status."""
@@ -37,28 +38,39 @@ def summary_line(report: Report) -> Text:
     gaps = _gaps_in_words(report)
     if not groups:
         return Text(f"nothing was compared{gaps}", style="bold yellow")
-    backends = sorted({backend for _, _, backend in groups})
     num_cases = len({case for case, _, _ in groups})
     summary = report.summary
-    verdict = _verdict(len(backends), has_failed=summary["failed"] > 0)
     counts = f"{counted(summary['passed'], 'stage')} passed, {summary['failed']} failed"
     if report.skipped:
         counts += f", {counted(len(report.skipped), 'backend')} skipped"
-    expected = "the float64 reference"
-    if not all(comparison.by_reference for comparison in report.comparisons):
-        expected = "the expected values"
     return Text(
-        f"{and_listed(backends)} {verdict} with {expected}: {counted(num_cases, 'case')}, "
-        f"{counts}{gaps}",
+        f"{verdict_of(report)}: {counted(num_cases, 'case')}, {counts}{gaps}",
         style=STYLES[report.status],
     )
 
 
-def _verdict(num_backends: int, *, has_failed: bool) -> str:
-    """Return the verb of the last line, which has the backends as its subject."""
-    if num_backends == 1:
-        return "does NOT agree" if has_failed else "agrees"
-    return "do NOT agree" if has_failed else "agree"
+def verdict_of(report: Report) -> str:
+    """Return the verdict in words: `torch agrees with the float64 reference`."""
+    subjects = _subjects(report)
+    has_failed = bool(report.failed)
+    if len(subjects) == 1:
+        verb = "does NOT agree" if has_failed else "agrees"
+    else:
+        verb = "do NOT agree" if has_failed else "agree"
+    expected = "the float64 reference"
+    if not all(comparison.by_reference for comparison in report.comparisons):
+        expected = "the expected values"
+    return f"{and_listed(subjects, MOST_SUBJECTS)} {verb} with {expected}"
+
+
+def _subjects(report: Report) -> list[str]:
+    """Return the implementations of a report. A user's own code has no other name than its test or
+    function: then these are the cases, only the wrong ones if any is wrong.
+    """
+    if any(comparison.library for comparison in report.comparisons):
+        return sorted({comparison.backend for comparison in report.comparisons})
+    cases = report.failed or report.comparisons
+    return list(dict.fromkeys(comparison.case for comparison in cases))
 
 
 def _gaps_in_words(report: Report) -> str:
@@ -156,25 +168,3 @@ def case_grid(keys: Iterable[tuple[str, str, str]]) -> CaseGrid:
         if case is None or case.dtype is None:
             dtypes.add(dtype)
     return CaseGrid(list(rows), list(backends), len(dtypes) > 1)
-
-
-# ---- Commands ------------------------------------------------------------------------------------
-
-
-def reproduction(comparison: Comparison, report: Report) -> str:
-    """Return the command that runs a comparison's case again, or compares its trace; empty if the
-    name of the case is not enough.
-    """
-    path = report.files.get((comparison.case, comparison.dtype, comparison.backend))
-    if path is not None:
-        return shlex.join(["mha-parity", "compare", path])
-    if not comparison.library or find_case(comparison.case) is None:
-        return ""
-    words = ["mha-parity", "run", "--backends", comparison.library]
-    words += ["--cases", comparison.case, "--dtypes", comparison.dtype]
-    device = report.environment.get("backends", {}).get(comparison.library, {}).get("device", "cpu")
-    if comparison.library == "torch" and device != "cpu":
-        words += ["--device", str(device)]
-    if stage_named(comparison.stage).is_gradient:
-        words.append("--grad")
-    return shlex.join(words)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from parity.explain.diagnosis.diagnose import Diagnosis
+from parity.measure.backends import FRAMEWORKS
+from parity.measure.backends.numerics import environment
 from parity.measure.core.compare import Comparison, Label, first_difference
 from parity.measure.core.problem import Problem
 from parity.measure.core.records import JsonRecord, as_html
@@ -53,9 +55,10 @@ class Report:
         missing: traces that another backend has and this one lacks, among those that were read.
         layers: names of the cases that are layers of a model, in its order.
         left_out: parts of a model or of all cases that no backend computed.
-        files: traces that were compared instead of a run, by case, dtype and backend.
         not_exercised: features of layers that sequences of this length cannot show.
         allow_skipped: something that was not compared does not make the status 2.
+        commands: the command that repeats a case, by case, dtype and backend; those that no command
+            can repeat are missing.
     """
 
     comparisons: list[Comparison]
@@ -67,9 +70,9 @@ class Report:
     missing: list[SkippedCase] = field(default_factory=list)
     layers: tuple[str, ...] = ()
     left_out: list[NotCompared] = field(default_factory=list)
-    files: dict[tuple[str, str, str], str] = field(default_factory=dict)
     not_exercised: list[NotExercised] = field(default_factory=list)
     allow_skipped: bool = False
+    commands: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = ", ".join(f"{number} {what}" for what, number in self.summary.items())
@@ -153,6 +156,7 @@ class Report:
         self.skipped_cases.extend(other.skipped_cases)
         self.missing.extend(other.missing)
         self.diagnoses.update(other.diagnoses)
+        self.commands.update(other.commands)
         for part in other.left_out:
             # Parts are equal whatever their labels, which are those of both runs then.
             if part in self.left_out:
@@ -247,7 +251,7 @@ def report_of_stages(
             label = Label(name, backend, problem.dtype, stage)
             comparisons.append(reference.compare(stages[stage], label, arithmetic))
     diagnoses = {(name, problem.dtype, backend): diagnosis} if diagnosis.is_wrong else {}
-    return Report(comparisons, {}, {}, diagnoses=diagnoses)
+    return Report(comparisons, {}, environment([FRAMEWORKS[backend]]), diagnoses=diagnoses)
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "", depth: int = 6) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -20,9 +21,10 @@ from parity.measure.backends import BACKENDS, load_backend, why_missing
 from parity.measure.backends.numerics import environment, on_device
 from parity.measure.backends.record import record
 from parity.measure.core.case import DTYPES, Case
-from parity.measure.core.cases import CASES
-from parity.measure.core.compare import Comparison
+from parity.measure.core.cases import CASES, find_case
+from parity.measure.core.compare import Comparison, first_difference
 from parity.measure.core.problem import make_problem
+from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference, Trace, judge
 from parity.measure.core.weights import Weights, weight_shapes
 from parity.measure.text import counted, printable, some_of
@@ -79,6 +81,11 @@ def run_cases(
         ValueError: if a backend or dtype does not exist, there is nothing to run, also on a
             single named backend, a file to join is not a trace of a known case, or `jobs` does not
             fit.
+
+    Example:
+        >>> report = parity.run_cases([parity.CASES["textbook"]], ["torch"])
+        >>> report.status
+        0
     """
     cases = list(CASES.values() if cases is None else cases)
     about: dict[str, Any] = {
@@ -90,7 +97,11 @@ def run_cases(
     plan = _plan_of(cases, backends, dtypes, are_joined=bool(join), jobs=jobs, **about)
     with on_device(device), _sources(plan, join, jobs) as (joined, attempts):
         judged = _judge_all(_record_all(plan, joined, attempts, traces, on_case), on_judged)
-    report = _report_of(judged, joined)
+    pythons = {
+        source.folder.name: source.python for source in join if isinstance(source, Elsewhere)
+    }
+    has_own_arrays = weights is not None or bool(received)
+    report = _report_of(judged, joined, pythons, has_own_arrays=has_own_arrays)
     if with_gradients:
         report.left_out.extend(_without_gradients(cases))
     where = dict(plan.where)
@@ -372,15 +383,28 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -
 # ---- Report --------------------------------------------------------------------------------------
 
 
-def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
+def _report_of(
+    judged: Sequence[_Judged],
+    joined: Iterable[Trace],
+    pythons: Mapping[str, str] | None = None,
+    *,
+    has_own_arrays: bool = False,
+) -> Report:
     """Return the report, without the environment.
 
     All traces that were read count as expected, even if they are not compared.
+
+    Args:
+        judged: the compared traces.
+        joined: the traces that were read.
+        pythons: the interpreters that wrote traces for this run alone, by the folder of these.
+        has_own_arrays: the cases have weights or inputs that no command can pass.
     """
     skipped = []
     gradients_skipped = []
     comparisons = []
     diagnoses = {}
+    commands = {}
     computed = []
     for result in judged:
         trace = result.trace
@@ -389,6 +413,9 @@ def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
             continue
         computed.append(trace)
         comparisons += result.comparisons
+        command = command_for(trace, result.comparisons, pythons or {})
+        if command and not has_own_arrays:
+            commands[result.key] = command
         if result.diagnosis is not None:
             diagnoses[result.key] = result.diagnosis
         if result.lacks_gradients:
@@ -405,7 +432,34 @@ def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
     warnings = [*_warnings_of_locks(judged)]
     warnings += _warnings_of_missing(missing)
     warnings += _warnings_of_values(computed)
-    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing)
+    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing, commands=commands)
+
+
+def command_for(trace: Trace, comparisons: Iterable[Comparison], pythons: Mapping[str, str]) -> str:
+    """Return the command that compares a trace again; empty if it is not of a named case.
+
+    Args:
+        trace: the trace, from a file or of this run.
+        comparisons: its stages, which show whether gradients are necessary.
+        pythons: interpreters that wrote traces for this run alone, by the folder of the traces.
+    """
+    if trace.path and trace.folder not in pythons:
+        return shlex.join(["mha-parity", "compare", trace.path])
+    case = trace.problem.case
+    if find_case(case.name) != case:
+        return ""
+    words = ["mha-parity", "run", "--backends", trace.backend]
+    if trace.folder in pythons:
+        words += ["--python", f"{trace.backend}={pythons[trace.folder]}"]
+    words += ["--cases", case.name, "--dtypes", trace.problem.dtype]
+    settings = trace.environment.get("backends", {}).get(trace.backend, {})
+    device = str(settings.get("device", "cpu"))
+    if trace.backend == "torch" and device != "cpu":
+        words += ["--device", device]
+    difference = first_difference(comparisons)
+    if difference is not None and stage_named(difference.stage).is_gradient:
+        words.append("--grad")
+    return shlex.join(words)
 
 
 def _warnings_of_missing(missing: Sequence[SkippedCase]) -> Iterator[str]:
@@ -497,10 +551,7 @@ def compare_traces(
     judged = _judge_all(_with_references(traces_by_case.values()), on_judged)
     report = _report_of(judged, traces)
     environments = {trace.folder: trace.environment for trace in traces}
-    files = {
-        (trace.problem.case.name, trace.problem.dtype, trace.title): trace.path for trace in traces
-    }
-    return replace(report, environment=environments, files=files)
+    return replace(report, environment=environments)
 
 
 def _with_references(groups: Iterable[list[Trace]]) -> Iterator[tuple[Trace, Reference]]:

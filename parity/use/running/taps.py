@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from parity.explain.diagnosis.taps import TapVerdict, check_tap
 from parity.explain.identification.folders import observe_folder
+from parity.measure.backends.numerics import environment
 from parity.measure.core.weights import Weights
 from parity.port.conversion.checkpoint import Checkpoint
 from parity.port.conversion.hints import LayerHints
@@ -53,11 +54,11 @@ def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[st
 
 def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:
     """Return the report of compared recordings, by the names that it uses for them."""
-    report = Report([], {}, {}, layers=_layers_of(verdicts))
+    report = Report([], {}, environment([]), layers=_layers_of(verdicts))
     for name, verdict in verdicts.items():
         for layer in verdict.layers:
             for comparison in layer.comparisons:
-                report.comparisons.append(replace(comparison, backend=name))
+                report.comparisons.append(replace(comparison, backend=name, library=name))
             reason = layer.not_compared or layer.left_out
             if reason:
                 report.skipped_cases.append(SkippedCase(layer.layer, "", name, reason))

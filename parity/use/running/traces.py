@@ -95,8 +95,8 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             with_gradients=any(stage_named(stage).is_gradient for stage in parts["accumulated"]),
             skipped=printable(metadata.get("skipped", "")),
             error=printable(metadata.get("error", "")),
-            folder=str(Path(path).parent),
             path=str(path),
+            folder=str(Path(path).parent),
         )
         arithmetic = trace.arithmetic
         if case.is_plain:

@@ -30,7 +30,7 @@ from parity.measure.core.problem import Problem
 from parity.measure.core.reference import ARITHMETICS
 from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.core.trace import Reference, with_absent_gradients
-from parity.measure.text import some_of
+from parity.measure.text import did_you_mean, some_of
 
 if TYPE_CHECKING:
     from parity.explain.diagnosis.diagnose import Diagnosis
@@ -49,11 +49,40 @@ it needs 71 in float32, 4.3 in float16.
 
 
 class ConventionWarning(UserWarning):
-    """A stage is right and recorded in another convention, or computed in another correct way."""
+    """A stage is right, but is recorded in a different convention or computed differently.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", parity.ConventionWarning)
+        ...     parity.assert_parity(np.ones(3), np.ones(3))
+    """
 
 
-NEXT = "pass problem=parity.make_problem(case, dtype) instead of expected, to search for the bug"
+NEXT = (
+    "to find the bug, describe the layer as a parity.Case, and pass "
+    "problem=parity.make_problem(case, dtype) instead of expected"
+)
 """The next step if arrays differ from expected ones."""
+
+ALIASES = {
+    "queries": "q",
+    "query": "q",
+    "keys": "k",
+    "key": "k",
+    "values": "v",
+    "value": "v",
+    "logits": "scores",
+    "attn": "attn_weights",
+    "attention": "attn_weights",
+    "attention_weights": "attn_weights",
+    "probs": "attn_weights",
+    "weights": "attn_weights",
+    "out": "output",
+    "o": "output",
+    "attn_output": "output",
+}
+"""Names that other libraries use for stages."""
 
 LARGEST_INTEGER = 2**53
 """Integers are compared in float64, which represents them exactly up to this one."""
@@ -75,8 +104,8 @@ def assert_parity(
     expected.
 
     The tolerance is not an argument, because it follows from rounding. Booleans and integers must
-    be equal. NaN or infinity, another shape or kind of dtype, an empty array, a missing or
-    additional stage always differ.
+    be equal. NaN and infinity always fail, as do a different shape or kind of dtype, an empty
+    array, and a missing or additional stage.
 
     Args:
         actual: an array of NumPy, torch, JAX or TTNN, or a mapping of such arrays by stage: `q`,
@@ -84,9 +113,9 @@ def assert_parity(
             that differs, in the order of the data flow, or for other names in the order of
             `expected`.
         expected: the expected values, likewise, best in float64; omit it with `problem`.
-        same_precision: the same computation by another correct implementation in the precision of
-            `actual`, likewise. Then the tolerance is that of `compare`: 4 times the error of
-            `same_precision`, and one unit of rounding. The best choice without a `problem`.
+        same_precision: the same computation by a second, correct implementation in the precision
+            of `actual`, likewise. Then the tolerance is 4 times the error of `same_precision`, and
+            one unit of rounding, as in `mha-parity compare`. The best choice without a `problem`.
         problem: the case, weights and inputs. Then the expected values and their noise come from
             the float64 reference, for the stages of `actual`.
         dtype: name of the dtype of the computation, if no array shows it; by default the narrowest
@@ -94,8 +123,8 @@ def assert_parity(
         name: a title for the message.
         stage: the stage of the arrays, if they are not mappings.
         diagnose: with `problem`, search for the bug that explains a difference, for up to 5
-            seconds. If nothing is wrong, because a stage is only recorded in another convention or
-            scores are kept in 16 bits, a `ConventionWarning` is issued instead of an error.
+            seconds. If nothing is wrong, because a stage is only recorded in a different convention
+            or scores are kept in 16 bits, a `ConventionWarning` is issued instead of an error.
         arithmetic: of the hardware, one of `reference.ARITHMETICS`: `ieee`, or `tensix`,
             Tenstorrent's. The default is `tensix` if an array of `actual` is TTNN's on a card or a
             simulator.
@@ -110,7 +139,16 @@ def assert_parity(
     Raises:
         AssertionError: if they differ.
         TypeError: if the arguments cannot be combined, or something is not an array.
-        ValueError: if the dtype is unknown.
+        ValueError: if the dtype is unknown, or with `problem` the name of a stage.
+
+    Example:
+        >>> expected = np.linspace(0.0, 1.0, 6)
+        >>> parity.assert_parity(expected.astype(np.float32), expected)
+        >>> parity.assert_parity(1.01 * expected.astype(np.float32), expected)
+        Traceback (most recent call last):
+        ...
+        AssertionError: parity/output: actual differs from expected (float32)
+        ...
     """
     __tracebackhide__ = True
     comparisons, diagnosis = judge(
@@ -150,6 +188,7 @@ def judge(
     # The comparison and the diagnosis share a reference, which computes each stage once.
     reference = None
     if isinstance(problem, Problem):
+        _check_stages(actual, stage)
         actual = with_absent_gradients(actual, problem)
         reference = _reference_for(actual, problem, stage)
     comparisons = compare_arrays(
@@ -182,13 +221,31 @@ def judge(
 
 def _reference_for(actual: Any, problem: Problem, stage: str) -> Reference:
     """Return the reference of a problem for the stages of some arrays."""
-    names = list(actual) if isinstance(actual, Mapping) else [stage]
-    parsed = [stage_named(name) for name in names]
-    with_gradients = problem.case.has_gradients and any(each.is_gradient for each in parsed)
-    if _are_known(names):
-        return Reference(problem, with_gradients, frozenset(map(str, parsed)))
-    # The message about an unknown stage lists all known ones, so all are computed.
-    return Reference(problem, with_gradients)
+    stages = [stage_named(name) for name in _names_of(actual, stage)]
+    with_gradients = problem.case.has_gradients and any(each.is_gradient for each in stages)
+    return Reference(problem, with_gradients, frozenset(map(str, stages)))
+
+
+def _names_of(actual: Any, stage: str) -> list[str]:
+    """Return the names of the stages of some arrays."""
+    if isinstance(actual, Mapping):
+        return [str(name) for name in actual]
+    return [stage]
+
+
+def _check_stages(actual: Any, stage: str) -> None:
+    """Reject a name that is not the name of a stage, with the nearest one."""
+    for name in _names_of(actual, stage):
+        if _is_known(name):
+            continue
+        known_names = [known for known in STAGES if "." not in known]
+        if name.lower() in ALIASES:
+            hint = f"did you mean {ALIASES[name.lower()]}?"
+        else:
+            hint = did_you_mean(name, STAGES)
+        raise InputError(
+            "each stage", f"be one of {', '.join(known_names)}, …", repr(name), hint=hint
+        )
 
 
 def compare_arrays(
@@ -220,6 +277,7 @@ def compare_arrays(
         if problem is None:
             return _compare_with_expected(arrays, dtype, name, arithmetic)
         if reference is None:
+            _check_stages(actual, stage)
             reference = _reference_for(actual, problem, stage)
         return _compare_with_reference(arrays["actual"], reference, name, arithmetic)
 
@@ -273,7 +331,7 @@ def _check_roles(arguments: Mapping[str, Any]) -> None:
     if same_precision is not None and _share_an_array(arguments["actual"], same_precision):
         # Any error would be allowed: it would be its own noise.
         raise InputTypeError(
-            "same_precision", "come from another implementation", "the arrays of actual"
+            "same_precision", "come from a second implementation", "the arrays of actual"
         )
 
 
@@ -301,9 +359,11 @@ def message(
     if difference is None:
         return ""
     lines = []
+    has_diagnosis = diagnosis is not None and diagnosis.is_wrong
     if diagnosis is not None and diagnosis.is_wrong:
         lines += [diagnosis.as_text(verbose=verbose), ""]
-    lines.append(str(difference))
+    # The diagnosis has the size of the error: computed from the observed stages before it.
+    lines.append(difference.as_text(with_budget=not has_diagnosis))
     agreeing = []
     differing = []
     for comparison in comparisons:
@@ -400,7 +460,7 @@ def _compare_with_reference(
             comparisons.append(_explained(comparison, "the same-precision reference"))
     for stage, array in actual.items():
         if stage not in expected:
-            reason = f"the reference has no such stage, only {', '.join(expected)}"
+            reason = f"the layer of case {reference.problem.case.name} has no such stage"
             comparisons.append(failure(array, reason, Label(name, "actual", dtype, stage)))
     return comparisons
 
@@ -497,9 +557,9 @@ def _why_not_comparable(
             return f"dtype {array.dtype}, must be bool, an integer or one of {', '.join(DTYPES)}"
     if _kind(actual) != _kind(expected):
         return f"dtype {actual.dtype}, expected {expected.dtype}"
-    not_finite = np.count_nonzero(~np.isfinite(expected))
+    not_finite = int(np.count_nonzero(~np.isfinite(expected)))
     if not_finite:
-        return f"{not_finite} elements of expected are NaN or infinite"
+        return _not_finite(not_finite, "expected")
     if _kind(actual) == "integer" and max(_largest(actual), _largest(expected)) > LARGEST_INTEGER:
         return f"integers beyond {LARGEST_INTEGER} cannot be compared"
     if same_precision is None:
@@ -508,10 +568,16 @@ def _why_not_comparable(
         return f"same_precision has shape {same_precision.shape}, expected {expected.shape}"
     if same_precision.dtype != actual.dtype:
         return f"dtype {actual.dtype}, that of same_precision is {same_precision.dtype}"
-    not_finite = np.count_nonzero(~np.isfinite(same_precision))
+    not_finite = int(np.count_nonzero(~np.isfinite(same_precision)))
     if not_finite:
-        return f"{not_finite} elements of same_precision are NaN or infinite"
+        return _not_finite(not_finite, "same_precision")
     return ""
+
+
+def _not_finite(number: int, array: str) -> str:
+    if number == 1:
+        return f"1 element of {array} is NaN or infinite"
+    return f"{number} elements of {array} are NaN or infinite"
 
 
 def _kind(array: np.ndarray) -> str:
@@ -537,7 +603,7 @@ def _share_an_array(actual: Any, other: Any) -> bool:
 
 
 def _are_known(names: Iterable[str]) -> bool:
-    """Return whether all names are those of stages."""
+    """Return whether all names are names of stages."""
     return all(_is_known(name) for name in names)
 
 

@@ -62,6 +62,11 @@ def assert_operations(*, arithmetic: str | None = None) -> Iterator[Operations]:
     Raises:
         AssertionError: at the first wrong operation, with its number, name, call site and error.
         ModuleNotFoundError: if ttnn is not installed.
+
+    Example:
+        >>> x = ttnn.ones((1, 1, 32, 32), ttnn.bfloat16, ttnn.TILE_LAYOUT, device)
+        >>> with parity.assert_operations():
+        ...     y = ttnn.softmax(x, dim=-1)
     """
     import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 

@@ -26,7 +26,7 @@ def assert_with_pcc(
         actual: an array of NumPy, torch, JAX or TTNN, on a device or not, or a mapping of such
             arrays by stage.
         pcc: the least correlation of each.
-        options: those of `assert_parity`: `same_precision`, `problem`, `dtype`, `name`, `stage`,
+        options: options of `assert_parity`: `same_precision`, `problem`, `dtype`, `name`, `stage`,
             `arithmetic`.
 
     Returns:
@@ -35,6 +35,14 @@ def assert_with_pcc(
     Raises:
         AssertionError: if they differ by more than the budget, or correlate less.
         TypeError, ValueError: as in `assert_parity`.
+
+    Example:
+        >>> expected = np.linspace(-1.0, 1.0, 64)
+        >>> parity.assert_with_pcc(expected, 1.1 * expected)
+        Traceback (most recent call last):
+        ...
+        AssertionError: PCC ... and wrong: output: PCC ..., ... of its budget
+        ...
     """
     __tracebackhide__ = True
     comparisons = compare_arrays(actual, expected, **options)

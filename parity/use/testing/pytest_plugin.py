@@ -7,6 +7,7 @@ it is used.
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
@@ -71,9 +72,10 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
             test = _test_of(request.node, name)
             for comparison in comparisons:
                 recorder.comparisons.append(replace(comparison, test=test))
+            first = comparisons[0]
+            key = (first.case, first.dtype, first.backend)
+            recorder.commands[key] = shlex.join(["pytest", request.node.nodeid])
             if diagnosis is not None:
-                first = comparisons[0]
-                key = (first.case, first.dtype, first.backend)
                 # A report does not need the converted arrays, which may be large.
                 recorder.diagnoses.setdefault(key, replace(diagnosis, taken={}))
         verbose = request.config.get_verbosity() > 0
@@ -107,6 +109,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.comparisons: list[Comparison] = []
         self.diagnoses: dict[tuple[str, str, str], Diagnosis] = {}
+        self.commands: dict[tuple[str, str, str], str] = {}
 
 
 class _Worker(_Recorder):
@@ -119,7 +122,8 @@ class _Worker(_Recorder):
     def pytest_sessionfinish(self) -> None:
         import pickle
 
-        self.config.workeroutput[FROM_WORKER] = pickle.dumps((self.comparisons, self.diagnoses))
+        collected = (self.comparisons, self.diagnoses, self.commands)
+        self.config.workeroutput[FROM_WORKER] = pickle.dumps(collected)
 
 
 class _Controller(_Recorder):
@@ -143,10 +147,11 @@ class _Controller(_Recorder):
         output = getattr(node, "workeroutput", {})  # a crashed worker has none
         if FROM_WORKER in output:
             # A worker is our own process, so its pickle can be trusted.
-            comparisons, diagnoses = pickle.loads(output[FROM_WORKER])
+            comparisons, diagnoses, commands = pickle.loads(output[FROM_WORKER])
             # Which worker ran a test is chance: reports are in the order of the tests' names.
             self.comparisons = sorted([*self.comparisons, *comparisons], key=attrgetter("case"))
             self.diagnoses |= diagnoses
+            self.commands |= commands
             if node.gateway.id in self.silent:
                 self.silent.remove(node.gateway.id)
 
@@ -195,7 +200,14 @@ class _Controller(_Recorder):
         warnings = [
             f"worker {worker} went down: its comparisons are missing" for worker in self.silent
         ]
-        report = Report(self.comparisons, {}, environment([]), warnings, diagnoses=self.diagnoses)
+        report = Report(
+            self.comparisons,
+            {},
+            environment([]),
+            warnings,
+            diagnoses=self.diagnoses,
+            commands=self.commands,
+        )
         module, name = WRITERS[self.path.suffix.lower()]
         write = getattr(importlib.import_module(module), name)
         if name == "write_json":

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ttnn
+from helpers.docstrings import failure_of_example
 from helpers.tt.formulas import module_of
 
 import mha_tt
@@ -48,6 +49,12 @@ def broken(monkeypatch, name, change):
                 ]
 
     monkeypatch.setattr(Shadow, "__call__", call)
+
+
+def test_example_of_docstring_runs(device):
+    """The example in the docstring of `assert_operations` runs on a device."""
+    names = {"parity": parity, "ttnn": ttnn, "device": device}
+    assert failure_of_example("assert_operations", names) == ""
 
 
 def test_correct_program_passes(layer):

@@ -12,7 +12,7 @@ from parity.explain.conformance.examination import FUTURE_KEYS, Examination, cha
 from parity.explain.conformance.subjects import SEED, TOKENS, Decode, Path
 
 
-@asks("cache", "does decoding token by token equal one pass, and is overflow refused?")
+@asks("cache", "does decoding token by token equal one pass, and is overflow rejected?")
 def cache(exam: Examination, question: Question) -> Answer:
     decode = exam.subject.decode
     if decode is None:
@@ -73,7 +73,7 @@ def _overflowed(decode: Decode, x: np.ndarray) -> PathAnswer:
     try:
         output = _outputs(decode, x, capacity, False)
     except Exception as error:  # other libraries may raise anything
-        return PathAnswer("overflow refused", Kind.KEPT, f"overflow: {error}", error)
+        return PathAnswer("overflow rejected", Kind.KEPT, f"overflow: {error}", error)
     last = numbers(output[0, -1])
     evidence = f"{TOKENS} tokens into {capacity} slots: no error, the last output is {last}"
     return PathAnswer("overflow silent", Kind.BROKEN, evidence)

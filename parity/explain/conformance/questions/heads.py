@@ -233,7 +233,7 @@ def grouped(exam: Examination, question: Question) -> Answer:
     answer = exam.answer(question, ask, exam.plain_paths, about)
     if answer.kind is Kind.REFUSED and subject.num_kv_heads is not None:
         refusal = answer.findings[exam.base]
-        words = f"declared: {subject.num_kv_heads}, refused"
+        words = f"declared: {subject.num_kv_heads}, rejected"
         finding = PathAnswer(words, Kind.BROKEN, refusal.with_reason, refusal.exception)
         return exam.only(question, finding, about)
     return answer

@@ -145,7 +145,7 @@ def _floats(exam: Examination) -> PathAnswer:
         try:
             output = run(exam.subject, exam.base, inputs, mask=float_mask).output
         except Refused:
-            return PathAnswer("floats refused")
+            return PathAnswer("floats rejected")
         if np.abs(output - expected).max() <= tolerance(expected, exam.base.dtype):
             return finding
     return PathAnswer("floats taken for something else", Kind.NOTE)
@@ -209,7 +209,7 @@ def causal(exam: Examination, question: Question) -> Answer:
     about = f"{describe_shapes(inputs)}, is_causal=True"
     answer = exam.answer(question, ask, exam.plain_paths, about)
     if answer.kind is Kind.REFUSED:
-        return replace(answer, words="refused without a mask")
+        return replace(answer, words="rejected without a mask")
     return answer
 
 

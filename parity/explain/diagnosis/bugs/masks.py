@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import CAUSAL, CHUNK, PADDING, WINDOW
-from parity.explain.diagnosis.bugs.record import Edit, instead, known_bug
+from parity.explain.diagnosis.bugs.record import Edit, WrongField, instead, known_bug
 from parity.explain.diagnosis.bugs.sites import Overrides, always, before
 from parity.measure.core.case import Case
 
@@ -313,16 +314,22 @@ def _windows(fix: str, *methods: str) -> Iterator[Edit]:
 
 def reach(case: Case) -> Iterator[Edit]:
     """A layer's own window, or its chunks."""
-    if case.spec.window_size is not None:
+    window_size = case.spec.window_size
+    if window_size is not None:
         fix = "hide the keys s <= t - window_size and s >= t + window_size"
-        yield from _windows(fix, "is_before_window", "is_after_window")
-        yield of_mask(
+        sizes = {"window-one-too-wide": window_size + 1, "window-one-too-narrow": window_size - 1}
+        for edit in _windows(fix, "is_before_window", "is_after_window"):
+            wrong_field = WrongField("window_size", sizes[edit.name], window_size)
+            yield replace(edit, wrong_fields=(wrong_field,))
+        ignored = of_mask(
             "window-ignored",
             "the window is ignored",
             {"is_before_window": instead(_of_no_pair), "is_after_window": instead(_of_no_pair)},
             fix=fix,
             page=WINDOW.page,
         )
+        wrong_field = WrongField("window_size", None, window_size)
+        yield replace(ignored, wrong_fields=(wrong_field,))
     size = case.spec.chunk_size
     if size is None:
         return

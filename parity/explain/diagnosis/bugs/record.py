@@ -11,13 +11,57 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mha_spec import AttentionSpec
-from parity.measure.core.records import JsonRecord
+from parity.measure.core.records import JsonRecord, as_json
 
 Override = Callable[..., Any]
 """Replaces a method of the reference: `override(layer, original, *inputs)`.
 
 The original is the replaced method, or the override of another edit.
 """
+
+
+@dataclass(frozen=True)
+class WrongField:
+    """A field of `AttentionSpec` with a wrong value: a fix as data.
+
+    Attributes:
+        field: the name of the field, such as `rope.theta`.
+        actual: the value that the implementation uses.
+        expected: the value that it should use.
+    """
+
+    field: str
+    actual: Any
+    expected: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the field for JSON: `{"field": "rope.theta", "is": 5e5, "should_be": 1e4}`."""
+        return {
+            "field": self.field,
+            "is": as_json(self.actual),
+            "should_be": as_json(self.expected),
+        }
+
+
+class OverridesOfSpec(dict[str, Override]):
+    """Overrides that together make a layer one of a wrong specification.
+
+    Attributes:
+        wrong_fields: the fields in which that specification is wrong.
+    """
+
+    def __init__(
+        self, overrides: Mapping[str, Override], wrong_fields: tuple[WrongField, ...]
+    ) -> None:
+        super().__init__(overrides)
+        self.wrong_fields = wrong_fields
+
+
+def wrong_fields_of(overrides: Mapping[str, Override]) -> tuple[WrongField, ...]:
+    """Return the wrong fields of a specification to which overrides amount; empty if to none."""
+    if isinstance(overrides, OverridesOfSpec):
+        return overrides.wrong_fields
+    return ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +93,8 @@ class Edit(JsonRecord):
         numbers: the numbers that were fitted to a stage, by name.
         parameters: how many they are: fewer are simpler.
         backward: what it overrides in the backward pass, by the methods of `reference.Backward`.
+        wrong_fields: the fields of the specification in which the layer with it is wrong; empty if
+            it is not a wrong specification.
     """
 
     name: str = ""
@@ -68,6 +114,7 @@ class Edit(JsonRecord):
     numbers: Mapping[str, Any] = field(default_factory=dict)
     parameters: int = 0
     backward: Mapping[str, Override] = field(default_factory=dict, repr=False)
+    wrong_fields: tuple[WrongField, ...] = ()
 
     IN_JSON = ("name", "about", "numbers", "parameters", "pages", "fixes")
 
@@ -120,6 +167,7 @@ def known_bug(
         shows_in_narrow=shows_in_narrow,
         is_rounding=is_rounding,
         shows_alone=shows_alone,
+        wrong_fields=wrong_fields_of(overrides),
     )
 
 
@@ -141,12 +189,17 @@ def pattern(
         injected: the same change of the reference, in every call; None if the pattern concerns one
             stage alone.
     """
-    overrides: Mapping[str, Override] = {}
-    spec = None
-    if injected is not None:
-        overrides = injected.overrides
-        spec = injected.spec
-    return Edit(name, about, overrides, spec, numbers=numbers or {}, parameters=parameters)
+    if injected is None:
+        injected = Edit()
+    return Edit(
+        name,
+        about,
+        injected.overrides,
+        injected.spec,
+        numbers=numbers or {},
+        parameters=parameters,
+        wrong_fields=injected.wrong_fields,
+    )
 
 
 def with_spec(spec: AttentionSpec) -> Edit:

@@ -11,7 +11,14 @@ import numpy as np
 
 from mha_spec import AttentionSpec, YarnScaling
 from parity.explain.diagnosis.bugs.families import SCORE_BIAS, SOFT_CAP, scale_family
-from parity.explain.diagnosis.bugs.record import Edit, Override, instead, known_bug
+from parity.explain.diagnosis.bugs.record import (
+    Edit,
+    Override,
+    OverridesOfSpec,
+    WrongField,
+    instead,
+    known_bug,
+)
 from parity.explain.diagnosis.bugs.sites import Overrides, always, attn_weights
 from parity.explain.diagnosis.bugs.specs import of_spec
 from parity.measure.core.case import Case
@@ -46,7 +53,7 @@ def scale(case: Case) -> Iterator[Edit]:
             yield of_scores(
                 name,
                 family.about.format(found=words + times, right=right_words + times),
-                {"scale": always(divisor / mscale_squared)},
+                _scale_instead(spec, mscale_squared / divisor),
                 fix=fix,
                 page=family.page,
             )
@@ -72,6 +79,12 @@ def scale(case: Case) -> Iterator[Edit]:
             fix=f"{fix}, before the softmax",
             page=family.page,
         )
+
+
+def _scale_instead(spec: AttentionSpec, scale: float) -> Overrides:
+    """Return the overrides of a layer with a wrong scale."""
+    wrong_field = WrongField("scale", scale, spec.score_scale)
+    return OverridesOfSpec({"scale": always(1.0 / scale)}, (wrong_field,))
 
 
 def _divisors(spec: AttentionSpec, right: float) -> dict[float, tuple[str, str]]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from mha_spec import AttentionSpec, Norm, Rope
-from parity.explain.diagnosis.bugs.record import Edit, Override, with_spec
+from parity.explain.diagnosis.bugs.record import (
+    Edit,
+    Override,
+    OverridesOfSpec,
+    WrongField,
+    with_spec,
+)
 from parity.explain.diagnosis.bugs.sites import Overrides, always, features_unchanged
 from parity.measure.core.reference import Layer
 
@@ -38,9 +44,10 @@ def spec_edit(right: AttentionSpec, wrong: AttentionSpec) -> Edit:
     them, so that the steps which do not call them need not be computed again.
     """
     overrides = overrides_of(right, wrong)
+    wrong_fields = wrong_fields_in(right, wrong)
     if overrides is None:
-        return with_spec(wrong)
-    return Edit(overrides=overrides)
+        return replace(with_spec(wrong), wrong_fields=wrong_fields)
+    return Edit(overrides=overrides, wrong_fields=wrong_fields)
 
 
 def of_spec(right: AttentionSpec, **changes: Any) -> Overrides:
@@ -53,7 +60,7 @@ def of_spec(right: AttentionSpec, **changes: Any) -> Overrides:
     overrides = overrides_of(right, wrong)
     if overrides is None:
         raise ValueError(f"no methods of the reference read these fields alone: {[*changes]}")
-    return overrides
+    return OverridesOfSpec(overrides, wrong_fields_in(right, wrong))
 
 
 def with_rope(right: AttentionSpec, rope: Rope | None) -> Overrides:
@@ -175,6 +182,26 @@ def changed_fields(right: Any, wrong: Any) -> dict[str, Any]:
         if value != getattr(right, field.name):
             changed[field.name] = value
     return changed
+
+
+def wrong_fields_in(right: AttentionSpec, wrong: AttentionSpec) -> tuple[WrongField, ...]:
+    """Return the fields in which a specification is wrong; a field of a record, such as
+    `rope.theta`, alone if both have the record.
+    """
+    return tuple(_wrong_fields("", right, wrong))
+
+
+def _wrong_fields(prefix: str, right: Any, wrong: Any) -> Iterator[WrongField]:
+    for name, value in changed_fields(right, wrong).items():
+        expected = getattr(right, name)
+        if name == "scale" and isinstance(right, AttentionSpec):
+            # A scale may be written out so that it stays the same: the default depends on RoPE.
+            if wrong.score_scale != right.score_scale:
+                yield WrongField(name, wrong.score_scale, right.score_scale)
+        elif is_dataclass(expected) and type(expected) is type(value):
+            yield from _wrong_fields(f"{prefix}{name}.", expected, value)
+        else:
+            yield WrongField(f"{prefix}{name}", value, expected)
 
 
 def edited_spec(right: AttentionSpec, edits: Sequence[Edit]) -> AttentionSpec:

@@ -16,7 +16,7 @@ from mha_spec import AttentionSpec, LinearScaling, RelativeBias, Rope
 from mha_spec.features.scaling import Scaling
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import BugFamily, Families
-from parity.explain.diagnosis.bugs.record import Edit, with_spec
+from parity.explain.diagnosis.bugs.record import Edit, with_spec, wrong_fields_of
 from parity.explain.diagnosis.bugs.specs import spec_edit, with_rope
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.rotation import as_exponent, scaling_families, theta_families
@@ -503,7 +503,8 @@ def _with_attention_factor(spec: AttentionSpec, scaling: Any, factor: float) -> 
         changes |= {"mscale": None, "mscale_all_dim": None}
     rope = replace(_rope_of(spec), scaling=replace(scaling, **changes))
     # In a layer with latents, the scale of the scores depends on mscale, and remains.
-    return Edit(overrides=with_rope(spec, rope))
+    overrides = with_rope(spec, rope)
+    return Edit(overrides=overrides, wrong_fields=wrong_fields_of(overrides))
 
 
 def _rope_of(spec: AttentionSpec) -> Rope:

@@ -10,7 +10,7 @@ frequencies is reported.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Rope
 from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.families import THETA, Families
-from parity.explain.diagnosis.bugs.record import Edit, Override
+from parity.explain.diagnosis.bugs.record import Edit, Override, WrongField
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.words import (
     NEAR,
@@ -102,6 +102,7 @@ class _Rule:
     offset: float = 0.0
     amplitude: float = 1.0
     families: Families = ()
+    wrong_fields: tuple[WrongField, ...] = ()
 
 
 def rotations(difference: Difference) -> Iterator[Edit]:
@@ -121,7 +122,7 @@ def rotations(difference: Difference) -> Iterator[Edit]:
                     rule.numbers,
                     rule.parameters,
                     families=rule.families,
-                    injected=turning.edit(rule),
+                    injected=replace(turning.edit(rule), wrong_fields=rule.wrong_fields),
                 )
                 return
 
@@ -283,7 +284,15 @@ def _theta(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
         words = THETA.about.format(found=wrong_text, right=right_text)
         numbers = {"theta": value, "expected": rope.theta}
         families = theta_families(value, spec)
-        yield _Rule("rope theta", words, value**-exponents, numbers, 1, families=families)
+        yield _Rule(
+            "rope theta",
+            words,
+            value**-exponents,
+            numbers,
+            1,
+            families=families,
+            wrong_fields=(WrongField("rope.theta", value, rope.theta),),
+        )
 
 
 def theta_families(theta: float, spec: AttentionSpec) -> Families:

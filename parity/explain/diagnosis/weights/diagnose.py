@@ -35,6 +35,13 @@ def diagnose_weights(
 
     Raises:
         ValueError: if the layers differ in more than their weights.
+
+    Example:
+        >>> spec = parity.AttentionSpec(64, 8)
+        >>> weights = parity.random_weights(spec)
+        >>> wrong = weights | {"out_proj.weight": weights["out_proj.weight"].T}
+        >>> parity.diagnose_weights(weights, spec, wrong, spec).likely_bug
+        'out_proj-transposed'
     """
     problem, other_problem = probe(weights, spec, other, other_spec)
     observed = run_steps(reference.steps(other_problem, problem.dtype))

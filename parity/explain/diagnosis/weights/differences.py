@@ -196,6 +196,14 @@ def compare_weights(
         TypeError: if an entry is not a floating-point array, or the dtypes of one layer differ.
         ValueError: if the layers differ in more than their weights, or the weights do not match
             their layer.
+
+    Example:
+        >>> spec = parity.AttentionSpec(64, 8)
+        >>> weights = parity.random_weights(spec)
+        >>> wrong = weights | {"out_proj.weight": weights["out_proj.weight"].T}
+        >>> compared = parity.compare_weights(weights, spec, wrong, spec)
+        >>> [difference.name for difference in compared.differences]
+        ['out_proj.weight']
     """
     one, with_all = with_biases(check_weights(weights, spec), spec, other_spec)
     two, other_with_all = with_biases(check_weights(other, other_spec), other_spec, spec)

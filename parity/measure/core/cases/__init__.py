@@ -45,7 +45,12 @@ _TABLES = (
 )
 
 CASES: dict[str, Case] = {case.name: case for case in itertools.chain(*_TABLES)}
-"""Cases by name, simple ones first, trained layers last."""
+"""Cases by name, simple ones first, trained layers last.
+
+Example:
+    >>> parity.CASES["gqa-causal"].spec.num_kv_heads
+    2
+"""
 
 QUICK = {name: case for name, case in CASES.items() if name not in MORE}
 """Default cases of `mha-parity run`: all features, though not in all forms."""

@@ -234,7 +234,7 @@ def _check_keys(
     above: str,
     where: str,
 ) -> None:
-    """Reject unknown and missing keys, and values of another type."""
+    """Reject unknown and missing keys, and values of a wrong type."""
     for key, value in table.items():
         if not isinstance(key, str):
             owner = above.rstrip(".") or "the table"

@@ -38,8 +38,14 @@ def register_layout(layout: LayoutSource) -> Layout:
 
     Raises:
         OSError: if the file cannot be read.
-        TypeError: if it has another type.
+        TypeError: if it has a wrong type.
         ValueError: if the table is not one of a layout, or a layout of this package has its name.
+
+    Example:
+        >>> qkv = {"holds": "qkv", "axes": "d (n h)"}
+        >>> out = {"holds": "out", "axes": "(n h) e"}
+        >>> parity.register_layout({"name": "mine", "tensors": {"mix": qkv, "back": out}}).name
+        'mine'
     """
     new = _read(layout)
     _check_free(new, BUILT_IN)

@@ -71,7 +71,7 @@ def test_nan_row_example_reproduces():
     assert "float32, eval, no grad, without weights" in answer.example
     first, *lines = answer.example.splitlines()
     assert first == f"torch.nn.MultiheadAttention, empty row: {answer.words}"
-    assert [line.split()[0] for line in lines[:4]] == ["asked", "inputs", "path", "seen"]
+    assert [line.split()[0] for line in lines[:4]] == ["check", "input", "path", "result"]
     assert any(character.isdigit() for character in lines[3])
     layer = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval()
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 5, 32)).astype(np.float32))
@@ -129,7 +129,7 @@ def test_our_attention_has_no_fault(name):
     is_cached = name.endswith("WithCache")
     words = {answer.question: answer.words for answer in found.answers}
     assert words["attends"] == ("causally" if is_cached else "to all tokens")
-    assert words["mask"] == "True hides; floats refused"
+    assert words["mask"] == "True hides; floats rejected"
     is_of_one_input = name.endswith(("SelfAttention", "contained"))
     assert words["causal"] == (
         "—" if is_cached else "T = S only" if is_of_one_input else "top-left"
@@ -143,12 +143,12 @@ def test_our_attention_has_no_fault(name):
         "hidden" if is_contained else "leaks" if is_cached else "leaks (mask, flag)"
     )
     assert words["empty row"] == "zeros"
-    assert words["weights"] == {"MultiHeadAttention": "per head", "fused": "refused"}.get(
+    assert words["weights"] == {"MultiHeadAttention": "per head", "fused": "rejected"}.get(
         name.split(".")[1], "—"
     )
     assert words["grouped heads"] == "repeat"
     assert words["float16 overflow"] == "finite"
-    assert words["cache"] == ("equals one pass; overflow refused" if is_cached else "—")
+    assert words["cache"] == ("equals one pass; overflow rejected" if is_cached else "—")
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if name.endswith("Attention")])
@@ -352,7 +352,7 @@ def test_correct_attention_has_no_fault(framework):
     found = examine_toy(framework, "")
     assert [(answer.question, answer.words) for answer in found.broken] == []
     words = {answer.question: answer.words for answer in found.answers}
-    assert words["mask"] == "True hides; floats refused"
+    assert words["mask"] == "True hides; floats rejected"
     assert words["causal"] == "top-left"
     assert words["empty row"] == "zeros"
     assert words["weights"] == "per head"
@@ -720,7 +720,7 @@ def test_intended_errors_mean_no_support(error, is_refusal):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     answer = examine(attention, ["masked key"], ["float32"], framework="torch")["masked key"]
-    expected = ("absent", "refused") if is_refusal else ("broken", type(error).__name__)
+    expected = ("absent", "rejected") if is_refusal else ("broken", type(error).__name__)
     assert (answer.status, answer.words) == expected
     assert (f"{type(error).__name__}: no" in str(answer.refusal)) == is_refusal
     assert answer.kind is (Kind.REFUSED if is_refusal else Kind.BROKEN)
@@ -791,7 +791,7 @@ def test_unsupported_weights_are_reported():
         return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     found = examine(attention, ["weights", "other sequence"], ["float32"], framework="torch")
-    assert [answer.words for answer in found.answers] == ["refused", "apart"]
+    assert [answer.words for answer in found.answers] == ["rejected", "apart"]
     assert (
         str(found["weights"].refusal)
         == "float32, eval, no grad, with weights: ValueError: no weights here"
@@ -819,7 +819,7 @@ def test_always_causal_attention():
 def test_unknown_question_raises_key_error():
     """A question that was not part of the examination raises a `KeyError` that lists the others."""
     found = examine(plain_attention, ["other sequence", "scale"], ["float32"], framework="torch")
-    with pytest.raises(KeyError, match="'nope', of plain_attention asked: other sequence, scale"):
+    with pytest.raises(KeyError, match="'nope', of plain_attention chosen: other sequence, scale"):
         found["nope"]
 
 
@@ -840,7 +840,7 @@ def test_unsupported_declared_groups_fail():
         return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, -1) @ value
 
     found = examine(attention, ["grouped heads"], framework="torch", num_kv_heads=2)
-    assert found["grouped heads"].words == "declared: 2, refused"
+    assert found["grouped heads"].words == "declared: 2, rejected"
     assert examine(attention, ["grouped heads"], framework="torch").broken == []
 
 
@@ -942,7 +942,7 @@ def test_command_examines_user_function(own, capsys):
     out = capsys.readouterr().out
     assert "! NaN" in out
     assert "own_attention:attention, empty row: NaN" in out
-    assert "again   mha-parity conformance own_attention:attention --checks 'empty row'" in out
+    assert "rerun   mha-parity conformance own_attention:attention --checks 'empty row'" in out
     assert "1 target examined, 13 of 20 checks answered: 2 broken guarantees" in out
     content = json.loads((own / "c.json").read_text())
     (subject,) = content["subjects"]
@@ -1086,9 +1086,13 @@ def absent_peer(monkeypatch):
 
 @pytest.mark.usefixtures("absent_peer")
 def test_missing_library_has_its_own_line(capsys):
-    """A library that is not installed has its own line, and the status stays 0."""
+    """A library that is not installed has its own line, the last line counts it, and the status
+    stays 0.
+    """
     assert main(["conformance", "--libraries", "--only", "F.*", "--checks", "other sequence"]) == 0
-    assert "F.absent: absent_package is not installed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "F.absent: absent_package is not installed" in out
+    assert out.splitlines()[-1].endswith("; NOT examined: 1 target")
 
 
 @pytest.mark.usefixtures("absent_peer")
@@ -1115,7 +1119,7 @@ def test_reason_for_no_support_is_printed(capsys):
     )
     out = capsys.readouterr().out
     assert (
-        "mha_torch.fused, weights: refused (float32, eval, no grad, with weights: InputError: "
+        "mha_torch.fused, weights: rejected (float32, eval, no grad, with weights: InputError: "
         "need_weights" in out
     )
 

@@ -88,7 +88,7 @@ def test_missing_params_raise_an_error(target):
     ("target", "params", "mask"),
     [
         (fused, FUSED, "—"),
-        (jax.jit(apart), APART, "True shows; floats refused"),
+        (jax.jit(apart), APART, "True shows; floats rejected"),
         pytest.param(
             LINEN,
             lambda: variables()["params"],

@@ -241,4 +241,4 @@ def test_packing_is_explained_only_once(tmp_path, capsys):
         assert out.count("packed as [v k q q q q] for each key/value head") == 1
         assert "read the first as transformers.Falcon" in out
         assert "does not follow from the first's by a pattern" not in out
-        assert "Likely bug: unknown" not in out
+        assert "Unexplained" not in out

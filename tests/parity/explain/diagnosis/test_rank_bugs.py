@@ -204,7 +204,7 @@ def test_unexplained_rank_error_is_unknown():
     assert list(diagnosis.wrong) == [2]
     assert names_in(diagnosis) == []
     assert diagnosis.likely_bug == ""
-    assert str(diagnosis).startswith("Likely bug: unknown")
+    assert str(diagnosis).startswith("Unexplained: ")
 
 
 def test_unequal_shared_heads_raise():

@@ -265,7 +265,7 @@ def test_convert_warns_of_dequantization(model, capsys, rest, count):
         "warning: quantized in the source, and written as the float32 values that they represent: "
     )
     assert words in capsys.readouterr().err
-    assert len(json.loads(report.read_text())["dequantised"]) == count
+    assert len(json.loads(report.read_text())["dequantized"]) == count
     with open_tensors(target) as file:
         file.verify()
         assert {info.dtype for info in file.infos.values()} == {np.dtype(np.float32)}

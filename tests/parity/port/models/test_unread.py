@@ -137,7 +137,7 @@ def test_converted_file_keeps_unread_keys(model, tmp_path, capsys):
     )
     named = {f"{name}={value}" for name, value in UNREAD.items()}
     assert "sliding_window=4" in capsys.readouterr().err
-    assert set(json.loads(report.read_text())["not_carried"]) == named
+    assert set(json.loads(report.read_text())["ignored_settings"]) == named
     with safe_open(target, "np") as file:
         metadata = file.metadata()
     assert json.loads(metadata["unread"]) == UNREAD

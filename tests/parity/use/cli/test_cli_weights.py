@@ -201,8 +201,8 @@ def test_convert_writes_json_report(source, tmp_path):
         "left_out",
         "unconverted",
         "optimizer_state",
-        "not_carried",
-        "dequantised",
+        "ignored_settings",
+        "dequantized",
         "missing",
     }
     others |= {"joined", "metadata_left_out", "plan"}
@@ -578,7 +578,7 @@ def test_layout_is_shown_completely(capsys):
             tensor.is_shared for tensor in packed
         ), name
         assert all(tensor.name in out and tensor.holds in out for tensor in layout.others), name
-        assert ("carried: all that a specification says" in out) == (
+        assert ("stores every setting of a specification" in out) == (
             set(layout.carries) == {*CARRIED}
         ), name
 
@@ -1171,7 +1171,7 @@ def test_unread_rope_is_warned_of_once(source, tmp_path, capsys, words):
         )
         assert capsys.readouterr().err == ""
     main([*commands[0], "--force"])
-    assert json.loads((tmp_path / "c.json").read_text())["not_carried"] == [words]
+    assert json.loads((tmp_path / "c.json").read_text())["ignored_settings"] == [words]
 
 
 def test_load_warns_of_unread_rope(source, tmp_path):

@@ -571,11 +571,11 @@ def test_doctor_lists_optional_packages(tmp_path, capsys, monkeypatch):
     assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert (
-        "jinja2 missing skipped or refused: `--html`, `pytest --parity-report *.html`; pip "
+        "jinja2 missing not available: `--html`, `pytest --parity-report *.html`; pip "
         "install jinja2" in out
     )
     assert (
-        "orbax-checkpoint missing skipped or refused: orbax checkpoints; pip install "
+        "orbax-checkpoint missing not available: orbax checkpoints; pip install "
         "orbax-checkpoint" in out
     )
     optional = json.loads((tmp_path / "d.json").read_text())["optional"]

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from helpers.pages import Diagnosis, broken_softmax, hostile_report, page_of
 import parity.use.running.run
 from parity.measure.core.compare import POSITIONS, Label, compare
 from parity.use.cli.main import main
+from parity.use.reporting.bugs import bug_page
 from parity.use.reporting.html import (
     MOST_CELLS,
     MOST_HEADS,
@@ -147,7 +149,7 @@ def test_first_divergence_is_marked():
         r'<tr class="first"><th scope="row">✗ attn_weights <strong>first divergence',
         content.decode(),
     )
-    assert str(report.first_differences()[0]) in page.text
+    assert report.first_differences()[0].as_text(with_budget=False) in page.text
     assert "mha-parity run --backends torch --cases causal --dtypes float32" in page.text
     assert [("open" in details) for details in page.of("details")] == [False, True]
     assert page.text.index("torch do NOT agree") < page.text.index("What failed")
@@ -155,12 +157,16 @@ def test_first_divergence_is_marked():
 
 @pytest.mark.usefixtures("broken_softmax")
 def test_diagnosis_is_shown_as_its_text():
-    """The page has the text of a diagnosis, with its line break and escaped characters."""
+    """The page has the text of a diagnosis, with its line break and escaped characters, and the
+    page of its bug.
+    """
     report, maps, _ = page_of(["causal"])
     diagnosis = Diagnosis("the mask is shifted by one\n  fix it <so>")
+    diagnosis.findings = [SimpleNamespace(pages=("scale",))]
     object.__setattr__(report, "diagnoses", {("causal", "float32", "torch"): diagnosis})
     text = Page(html_page(report, maps)).text
     assert "the mask is shifted by one\n  fix it <so>" in text
+    assert bug_page("scale") in text
 
 
 def test_skipped_cases_have_reasons(good):

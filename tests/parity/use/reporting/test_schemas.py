@@ -4,11 +4,13 @@ import json
 import sys
 from xml.etree import ElementTree
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
 import transformers
 from helpers import DATA
+from helpers.json_schemas import FOLDER, json_schema, path_of
 from helpers.ranks import of_heads
 
 import mha_torch
@@ -18,7 +20,7 @@ from parity.measure.core.compare import Label, failure
 from parity.measure.core.weights import FORMAT, load_tensors, save_tensors, save_weights
 from parity.use.cli.main import COMMANDS, main
 from parity.use.reporting.junit import junit_xml
-from parity.use.reporting.schemas import FILES, JUNIT, SCHEMAS
+from parity.use.reporting.schemas import FILES, JUNIT, SCHEMAS, meanings_of
 from parity.use.running.report import Report, SkippedCase
 from parity_lab.bench.work import Work
 
@@ -154,6 +156,27 @@ def test_every_command_has_a_schema():
     assert all(len(CALLS[name]) >= len(schema.forms) for name, schema in SCHEMAS.items())
 
 
+def test_json_schemas_are_recorded():
+    """The JSON Schema of each command is that of its record. A change of a key or of its type
+    requires a new version: files of old ones stay.
+    """
+    for command in SCHEMAS:
+        recorded = json.loads(path_of(command).read_text("utf-8"))
+        advice = "raise its version, and run `python -m helpers.json_schemas`"
+        assert recorded == json_schema(command), f"{command}: {advice}"
+    versions = {path_of(command).stem for command in SCHEMAS}
+    assert versions <= {path.stem for path in FOLDER.iterdir()}
+
+
+def test_other_json_is_not_valid():
+    """A wrong type, an additional key or a missing one is not valid."""
+    head = {"schema": "mha-parity/cache-size", "version": SCHEMAS["cache-size"].version}
+    validator = jsonschema.Draft202012Validator(json_schema("cache-size"))
+    assert validator.is_valid({**head, "nbytes": 8})
+    for content in ({"nbytes": "8"}, {"nbytes": 8, "bytes": 8}, {}):
+        assert not validator.is_valid({**head, **content}), content
+
+
 @pytest.mark.costly("each command runs as a user calls it")
 @pytest.mark.parametrize(
     "command",
@@ -163,19 +186,23 @@ def test_every_command_has_a_schema():
     ],
 )
 def test_command_writes_keys_of_its_schema(command, written):
-    """The JSON of a command has the keys of a form of its schema; all forms occur, and the
-    recorded keys are the same.
+    """The JSON of a command is valid by its JSON Schema and has the keys of one of its forms; all
+    forms occur, and the recorded keys are the same.
     """
     schema, records, forms = SCHEMAS[command], set(), []
+    validator = jsonschema.Draft202012Validator(json_schema(command))
+    known_forms = [meanings_of(form).keys() for form in schema.forms.values()]
     for words in CALLS[command]:
         content = written(command, words)
+        error = jsonschema.exceptions.best_match(validator.iter_errors(content))
+        assert error is None, f"{error.json_path}: {error.message}"
         assert list(content)[:2] == ["schema", "version"]
         assert content.pop("schema") == f"mha-parity/{command}"
         assert content.pop("version") == schema.version
-        assert content.keys() in [keys.keys() for keys in schema.forms.values()], words
+        assert content.keys() in known_forms, words
         forms.append(content.keys())
         records |= records_in(content)
-    assert all(keys.keys() in forms for keys in schema.forms.values())
+    assert all(keys in forms for keys in known_forms)
     recorded = RECORDED[f"{command} {schema.version}"]
     assert sorted({*schema.keys, *records}) == recorded, (
         "raise the version of the schema, and record its keys"

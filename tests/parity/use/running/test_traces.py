@@ -13,12 +13,12 @@ import parity.use.running.run
 from parity import CASES, AttentionSpec, random_weights, run_cases
 from parity.measure.backends import torch as torch_backend
 from parity.measure.core.cases import random_case
+from parity.measure.core.compare import Label, failure
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import load_tensors, save_tensors
 from parity.use.cli.main import main
-from parity.use.reporting.summary import reproduction
 from parity.use.running.report import SkippedCase
-from parity.use.running.run import compare_traces
+from parity.use.running.run import command_for, compare_traces
 from parity.use.running.traces import load_trace
 
 
@@ -84,7 +84,9 @@ def test_changed_stage_is_the_only_failure(traces):
     change(path, {"accumulated/scores": scores + np.float32(0.001)})
     report = compare_traces([traces])
     assert [(c.case, c.stage) for c in report.failed] == [("causal", "scores")]
-    assert reproduction(report.failed[0], report) == f"mha-parity compare {path}"
+    (failed,) = report.failed
+    command = report.commands[failed.case, failed.dtype, failed.backend]
+    assert command == f"mha-parity compare {path}"
     assert main(["compare", str(path), "-q"]) == 1
 
 
@@ -187,12 +189,28 @@ def test_same_backend_from_two_folders(traces, tmp_path):
         ("causal", "scores", f"torch ({other})")
     ]
     assert {c.library for c in failed} == {"torch"}
-    command = "mha-parity run --backends torch --cases causal --dtypes float32"
-    assert reproduction(failed[0], report) == f"mha-parity compare {path}"
-    of_run = replace(report, files={})
-    assert reproduction(failed[0], of_run) == command
-    on_gpu = replace(of_run, environment={"backends": {"torch": {"device": "cuda:1"}}})
-    assert reproduction(failed[0], on_gpu) == f"{command} --device cuda:1"
+    key = (failed[0].case, failed[0].dtype, failed[0].backend)
+    assert report.commands[key] == f"mha-parity compare {path}"
+
+
+def test_command_repeats_the_run(traces):
+    """The command for a case of this run names its backend, dtype and device, the Python that ran
+    it, and gradients if one differs; no command repeats a case of another layer.
+    """
+    trace = load_trace(traces / "causal-float32-torch.safetensors")
+    command = ["mha-parity run --backends torch", "--cases causal --dtypes float32"]
+    here = replace(trace, path="", folder="")
+    assert command_for(here, [], {}) == " ".join(command)
+    python = ["--python torch=/env/bin/python"]
+    elsewhere = {trace.folder: "/env/bin/python"}
+    assert command_for(trace, [], elsewhere) == " ".join([command[0], *python, command[1]])
+    on_gpu = replace(here, environment={"backends": {"torch": {"device": "cuda:1"}}})
+    assert command_for(on_gpu, [], {}) == " ".join([*command, "--device cuda:1"])
+    wrong = failure(np.ones(1), "", Label("causal", "torch", "float32", "grad.query"))
+    assert command_for(here, [wrong], {}) == " ".join([*command, "--grad"])
+    case = replace(trace.problem.case, batch=3)
+    other = replace(here, problem=replace(trace.problem, case=case))
+    assert command_for(other, [], {}) == ""
 
 
 def test_missing_trace_leads_to_warning(traces, tmp_path):

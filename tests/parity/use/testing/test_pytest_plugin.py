@@ -178,12 +178,18 @@ def test_problem_sets_expected_and_tolerance(sibling):
 
 
 def test_stage_unknown_to_reference_fails(x):
-    """A stage that the reference of a problem does not have fails, and the message lists its
-    stages.
+    """With a problem, a misspelled stage raises an error with the nearest name, and a stage that
+    its layer lacks fails.
     """
-    text = why({"hidden": x}, problem=make_problem(CASES["causal"], "float32"))
-    assert "parity/hidden" in text
-    assert "the reference has no such stage, only mask, q, k, v, scores" in text
+    problem = make_problem(CASES["causal"], "float32")
+    for name, hint in {"queries": "q", "attn_wieghts": "attn_weights", "outptu": "output"}.items():
+        with refuses("each stage", repr(name), hint=f"did you mean {hint}"):
+            assert_parity({name: x}, problem=problem)
+    with refuses("each stage", "'hidden'"):
+        assert_parity(x, problem=problem, stage="hidden")
+    text = why({"gate": x}, problem=problem)
+    assert "parity/gate" in text
+    assert "the layer of case causal has no such stage" in text
 
 
 ONE = np.ones((2, 3), np.float32)
@@ -600,9 +606,13 @@ def test_junit_names_match_pytest(pytester, processes):
 
 @pytest.mark.parametrize("name", ["report.html", "REPORT.HTML"])
 def test_report_can_be_html(run_two_tests, pytester, name):
-    """A report with suffix .html, in either case, is a page with the name of the failed test."""
+    """A report with suffix .html, in either case, is a page whose title is the failed test, with
+    the command that runs it.
+    """
     run_two_tests("--parity-report", name)
-    assert "test_two.py::test_wrong layer 3" in (pytester.path / name).read_text()
+    page = (pytester.path / name).read_text()
+    assert "<title>test_two.py::test_wrong layer 3 does NOT agree with" in page
+    assert "<pre>pytest test_two.py::test_wrong</pre>" in page
 
 
 @pytest.mark.parametrize(
