@@ -7,6 +7,7 @@ variables stay there.
 
 import atexit
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class SecondKernel:
         os.environ.setdefault("JUPYTER_PATH", str(KERNELS))
         manager = KernelManager(kernel_name="ttnn")
         # Logs of the device would be in the output or not, depending on when they arrive.
-        manager.start_kernel(stderr=open(os.devnull, "w"))
+        manager.start_kernel(stderr=subprocess.DEVNULL)
         atexit.register(manager.shutdown_kernel, now=True)
         client = manager.blocking_client()
         client.start_channels()

@@ -41,12 +41,15 @@ PAGES = (
         "tutorials/five-stages",
         "tutorials/port",
         "tutorials/ttnn",
+        "tutorials/index",
+        "tutorials/rope-and-flash",
+        "tutorials/questions",
     ),
     *(
         "how-to/which-tool",
         "how-to/ci",
         "explanation/why-not-allclose",
-        "explanation/in-pictures",
+        "explanation/positions",
         "evidence/field",
     ),
     *(
