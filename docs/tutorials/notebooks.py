@@ -16,6 +16,13 @@ import matplotlib.pyplot as plt
 from IPython.core.getipython import get_ipython
 from jupyter_client.kernelspec import NoSuchKernel
 from jupyter_client.manager import KernelManager
+from matplotlib.colors import ListedColormap
+
+CELLS = ListedColormap(["#7b808722", "#2f81f7"])
+"""Colors of a boolean array: hardly visible, and blue."""
+
+EDGES = "#7b808744"
+"""Color of the lines between its cells."""
 
 FOLDER = Path(__file__).parent
 KERNELS = FOLDER.parents[1] / "build" / "docs" / "jupyter"  # `make docs` writes them

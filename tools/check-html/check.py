@@ -41,15 +41,12 @@ PAGES = (
         "tutorials/five-stages",
         "tutorials/port",
         "tutorials/ttnn",
-        "tutorials/index",
-        "tutorials/rope-and-flash",
-        "tutorials/questions",
     ),
     *(
         "how-to/which-tool",
         "how-to/ci",
         "explanation/why-not-allclose",
-        "explanation/positions",
+        "explanation/in-pictures",
         "evidence/field",
     ),
     *(

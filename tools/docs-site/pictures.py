@@ -1,8 +1,5 @@
 """The pictures of the site, drawn from results that are computed when it is built."""
 
-from pathlib import Path
-
-import matplotlib.style
 import numpy as np
 import plots
 from reference import simulated
@@ -16,10 +13,7 @@ from parity.measure.core.trace import Reference
 from parity.measure.sharding.shard import ShardPlan, shard
 from parity.use.reporting.figure import NotebookFigure
 
-RIGHT, WRONG, GRAY = "#2da44e", "#e5534b", "#7b8087"
-STYLE = Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "site.mplstyle"
-"""Transparent, and readable on a light and on a dark page."""
-
+RIGHT, WRONG, GRAY = "#1a7f37", "#c62828", "#6e7781"
 CASES = (
     *(
         "full",
@@ -40,18 +34,17 @@ CASES = (
 
 def pictures() -> dict[str, bytes]:
     """Each picture as SVG, by its file name."""
-    with matplotlib.style.context(STYLE):
-        drawn = {
-            "error-and-budget": error_and_budget(),
-            "funnel": funnel(),
-            "rope-pairs": rope_pairs(),
-            "rope-error": rope_error(),
-            "divided-heads": divided_heads(),
-            "simulated-blackhole": simulated_blackhole(),
-            **plots.plots(),
-            "which-tool": which_tool(),
-        }
-        return {f"{name}.svg": figure.image("svg") for name, figure in drawn.items()}
+    drawn = {
+        "error-and-budget": error_and_budget(),
+        "funnel": funnel(),
+        "rope-pairs": rope_pairs(),
+        "rope-error": rope_error(),
+        "divided-heads": divided_heads(),
+        "simulated-blackhole": simulated_blackhole(),
+        **plots.plots(),
+        "which-tool": which_tool(),
+    }
+    return {f"{name}.svg": figure.image("svg") for name, figure in drawn.items()}
 
 
 # ---- Tolerances ----------------------------------------------------------------------------------
@@ -95,7 +88,7 @@ def error_and_budget() -> NotebookFigure:
     figure = NotebookFigure(figsize=(7, 4.6), layout="constrained")
     axes = figure.add_subplot()
     limits = np.array([1e-8, 1e-1])
-    axes.plot(limits, limits, color=GRAY)
+    axes.plot(limits, limits, color="black")
     axes.axhline(1e-5, color=GRAY, linestyle="--")
     axes.scatter(
         *zip(*wrong, strict=True),
@@ -172,7 +165,7 @@ def funnel() -> NotebookFigure:
 
 # ---- RoPE ----------------------------------------------------------------------------------------
 
-COLORS = ("#2f81f7", "#d2861f", "#a371f7", "#2da44e")
+COLORS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37")
 PAIRS = {
     "half-split: (i, i + H/2)": [(i, i + 4) for i in range(4)],
     "interleaved: (2i, 2i + 1)": [(2 * i, 2 * i + 1) for i in range(4)],
@@ -303,7 +296,7 @@ def simulated_blackhole() -> NotebookFigure:
     cases = simulated()["cases"]
     figure = NotebookFigure(figsize=(7, 2.6), layout="constrained")
     axes = figure.add_subplot()
-    axes.axvline(1, color=GRAY)
+    axes.axvline(1, color="black")
     scatter = np.random.default_rng(0).uniform(-0.25, 0.25, (2, len(cases)))
     for row, (dtype, offsets) in enumerate(zip(("bfloat16", "float32"), scatter, strict=True)):
         shares = {name: each[dtype] for name, each in cases.items() if dtype in each}

@@ -28,8 +28,11 @@ COLORS = {"jax": "#1f6feb", "torch": "#bf5b04"}
 OF_PLANS = ("#1f6feb", "#bf5b04", "#8250df", "#1a7f37", "#c62828")
 """Colors of ways to divide a layer."""
 
-GRAY = "#7b8087"
+GRAY = "#6e7781"
 OURS, LIMIT = "ours", "limit"
+BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+"""Box of a label, which hides the lines behind it."""
+
 Line = tuple[str, str, Sequence[float], Sequence[float], bool]
 """Label, color, x, y, and whether the line is one of ours."""
 
@@ -63,7 +66,9 @@ def ratios(rows: Sequence[Row], title: str) -> NotebookFigure:
         )
         for value, align in {max(values): "left", min(values): "right"}.items():
             x, color = value * (0.95 if align == "right" else 1.05), COLORS[framework]
-            axes.text(x, place, f"{value:.2f}", ha=align, va="center", fontsize=8, color=color)
+            axes.text(
+                x, place, f"{value:.2f}", ha=align, va="center", fontsize=8, color=color, bbox=BLANK
+            )
     axes.axvline(1, color=GRAY, linestyle="--", linewidth=1)
     every = [value for values in found.values() for value in values]
     ticks = [
@@ -232,7 +237,9 @@ def draw_lines(panel: Any, lines: Sequence[Line], x_label: str, y_label: str) ->
         ending = [line for line in lines if line[2][-1] == end]
         places = apart([np.log(line[3][-1]) for line in ending], (high - low) * 0.065)
         for (label, color, *_), place in zip(ending, places, strict=True):
-            panel.text(end * 1.08, np.exp(place), label, va="center", fontsize=8, color=color)
+            panel.text(
+                end * 1.08, np.exp(place), label, va="center", fontsize=8, color=color, bbox=BLANK
+            )
 
 
 def apart(values: Sequence[float], gap: float) -> list[float]:
