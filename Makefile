@@ -140,7 +140,7 @@ lint: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
-# The notebook about TTNN runs in that environment.
+# The notebook about TTNN, and the cells of others that begin with %%ttnn, run in that environment.
 .venv-tt/docs-installed: .venv-tt/installed
 	$(IF_TT) { $(BIN_TT)/python -m pip install --quiet --constraint constraints-tt.txt ipykernel matplotlib && touch $@; }
 

@@ -267,6 +267,7 @@ LONG = {
     "shard-torch.md",
     "shard-jax.md",
     "rank-checkpoints.md",
+    "questions.md",
 }
 """Pages whose code takes seconds."""
 
@@ -302,6 +303,86 @@ def test_code_of_page_runs(path, importable_folder, monkeypatch, own_registratio
             )
     for test in [value for name, value in names.items() if name.startswith("test_")]:
         test(parity.assert_parity)
+
+
+# ---- Tutorials ----------------------------------------------------------------------------------
+
+TUTORIALS = ROOT / "docs" / "tutorials"
+NOTEBOOKS = sorted(
+    path for path in TUTORIALS.glob("*.md") if "file_format: mystnb" in path.read_text("utf-8")
+)
+
+
+def section_of(path, anchor):
+    """Return the text below a heading, up to the next heading of its level or above."""
+    text = path.read_text("utf-8")
+    inside_code = [match.span() for match in re.finditer(r"^```.*?^```$", text, re.M | re.DOTALL)]
+    headings = [
+        match
+        for match in re.finditer(r"^(#+) (.+)$", text, flags=re.MULTILINE)
+        if not any(begin < match.start() < end for begin, end in inside_code)
+    ]
+    for place, heading in enumerate(headings):
+        if re.sub(r"[^\w\- ]", "", heading[2].lower()).replace(" ", "-") == anchor:
+            later = [other for other in headings[place + 1 :] if len(other[1]) <= len(heading[1])]
+            return text[heading.end() : later[0].start() if later else None]
+    raise AssertionError(f"{path.name} has no heading {anchor}")
+
+
+def test_topics_lead_to_code_that_runs():
+    """Each link in the table of topics leads to a section with code that is executed, and every
+    notebook and the page of questions are in the table.
+    """
+    topics = (TUTORIALS / "index.md").read_text("utf-8").partition("## Topics")[2]
+    rows = re.findall(r"^\| (?!-|topic )(.+?) \| (.+) \|$", topics, flags=re.MULTILINE)
+    assert len(rows) > 25
+    linked = set()
+    for topic, cell in rows:
+        links = re.findall(r"\]\(([\w-]+\.md)#([^)]+)\)", cell)
+        assert links, topic
+        for name, anchor in links:
+            assert re.search(
+                r"^```(\{code-cell\}|python)$", section_of(TUTORIALS / name, anchor), re.MULTILINE
+            ), (topic, name, anchor)
+            linked.add(TUTORIALS / name)
+    assert linked == {*NOTEBOOKS, TUTORIALS / "questions.md"}
+
+
+def test_notebooks_have_exercises():
+    """Each of the ten notebooks says what it teaches, how long it takes and what it needs, and has
+    three exercises with a folded solution that `assert_parity` checks.
+    """
+    assert len(NOTEBOOKS) == 10
+    for path in NOTEBOOKS:
+        head = path.read_text("utf-8").partition("\n## ")[0]
+        for begin in ("**You will learn**", "**Time:**", "**Needs:**"):
+            assert f"\n- {begin} " in head, path.name
+        exercises = section_of(path, "exercises")
+        parts = re.split(r"^### \d\. .+$", exercises, flags=re.MULTILINE)[1:]
+        assert len(parts) == 3, path.name
+        for part in parts:
+            cells = re.findall(r"^```\{code-cell\}\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
+            folded = [cell for cell in cells if "hide-cell" in cell]
+            assert folded, path.name
+            assert all("code_prompt_show: Show the " in cell for cell in folded), path.name
+            assert re.search(r"assert_parity|check\w*\(", part), path.name
+
+
+def test_questions_have_short_answers():
+    """Each of the thirty questions has an answer of at most two lines, and at most five lines of
+    code.
+    """
+    text = (TUTORIALS / "questions.md").read_text("utf-8")
+    questions = re.findall(
+        r"^### (\d+)\. ([^\n]+\?)\n\n([^`].*?)\n\n```python\n(.*?)^```$",
+        text,
+        re.MULTILINE | re.DOTALL,
+    )
+    assert [int(number) for number, *_ in questions] == [*range(1, 31)]
+    for number, question, answer, code in questions:
+        assert answer.count("\n") < 2, question
+        assert len([line for line in code.splitlines() if line]) <= 5, question
+        assert "assert" in code, number
 
 
 # ---- Public names --------------------------------------------------------------------------------

@@ -1,114 +1,85 @@
-"""Tests of the example in PyTorch and JAX: its page shows the actual output, and its story holds.
-
-If the output changed, `PYTHONPATH=.:tests python tests/repository/test_examples.py` updates the page.
-"""
+"""Tests of the example in PyTorch and JAX: the commands of its page run, and its story holds."""
 
 import os
 import re
 import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 from helpers import ROOT
 from helpers.shell import PYTEST_OPTIONS, environment, run
-from helpers.shown import commands_of, shows, updated
+from helpers.shown import commands_of
 
 EXAMPLES = ROOT / "examples"
 PAGE = (
     (EXAMPLES / "README.md").read_text("utf-8").partition("\n## Bring up")[0]
 )  # `tests/siblings/mha_tt` covers the rest
-BLOCKS = re.findall(r"^```\n(\$ .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-STATUS = {"python": 0, "mha-parity": 1, "diff": 1, "pytest -q test_port.py": 0, "pytest": 1}
-"""Exit status of the last command of a block; it is 1 if bugs or a difference are found or the
-draft's tests fail.
-"""
-
-HUNT = "python find_bugs.py"
+COMMANDS = [
+    command
+    for block in re.findall(r"^```\n(\$ .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    for command in commands_of(block)[0]
+]
+SEARCH, WRITE, DIAGNOSE, TEST = COMMANDS
 BUGS = ("rope-interleaved", "kv-heads-tiled", "out_proj-transposed")
-
-
-def sessions():
-    """Yield the commands of each block of the page and the output it shows."""
-    for block in BLOCKS:
-        commands, shown = commands_of(block)
-        marks = (
-            [pytest.mark.thorough] if commands[-1].startswith("pytest") else []
-        )  # test_pytest_plugin also runs them
-        yield pytest.param(commands, shown, id=commands[-1], marks=marks)
-
-
-def copy_port(folder):
-    """Copy examples/port and return a function that runs a command there, with warnings as
-    errors.
-    """
-    folder = shutil.copytree(
-        EXAMPLES / "port", folder / "port", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    env = environment(f"{PYTEST_OPTIONS} -W error") | {"PYTHONWARNINGS": "error"}
-
-    def port(command):
-        status, printed, errors = run(command, folder, env)
-        assert errors == ""
-        return status, printed
-
-    return port
 
 
 @pytest.fixture
 def port(tmp_path):
-    return copy_port(tmp_path)
-
-
-@pytest.mark.costly("commands of the page, as users type them")
-@pytest.mark.skipif(os.name == "nt", reason="the commands are those of a POSIX shell")
-@pytest.mark.parametrize(("commands", "shown"), list(sessions()))
-def test_page_shows_actual_command_output(port, commands, shown):
-    """The commands of each block print the shown output, and exit with the expected status."""
-    results = [port(command) for command in commands]
-    assert results[-1][0] == STATUS.get(commands[-1], STATUS[commands[-1].split()[0]])
-    assert not any(status for status, _ in results[:-1])
-    printed = "".join(printed for _, printed in results)
-    assert shows(shown, printed), (
-        f"run `PYTHONPATH=.:tests python {Path(__file__).relative_to(ROOT)}` to update the "
-        f"page:\n{printed}"
-    )
-
-
-def test_page_shows_every_step():
-    """The blocks of the page run the programs of the seven steps in order."""
-    programs = [command.split()[0] for session in sessions() for command in session.values[0]]
-    assert programs == ["python", "python", "mha-parity", "diff", "pytest", "sed", "pytest"]
-
-
-def test_three_bugs_are_named_and_fixed():
-    """`find_bugs.py` names the three bugs of the draft; each fix leaves the remaining ones,
-    and the last one leaves none.
+    """Copy examples/port and return a function that runs a command there, with warnings as
+    errors.
     """
-    (shown,) = [
-        shown
-        for commands, shown in (session.values for session in sessions())
-        if commands == [HUNT]
-    ]
-    story = [part.splitlines() for part in re.split(r"\n\n(?===)", "\n".join(shown))]
-    before, *mended = story
+    folder = shutil.copytree(
+        EXAMPLES / "port", tmp_path / "port", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    env = environment(f"{PYTEST_OPTIONS} -W error") | {"PYTHONWARNINGS": "error"}
+
+    def run_in_port(command):
+        status, printed, errors = run(command, folder, env)
+        assert errors == ""
+        return status, printed
+
+    return run_in_port
+
+
+only_posix = pytest.mark.skipif(os.name == "nt", reason="the commands are those of a POSIX shell")
+
+
+@only_posix
+@pytest.mark.costly("commands of the page, as users type them")
+def test_search_names_and_fixes_bugs(port):
+    """`find_bugs.py` names the three bugs of the draft; each fix leaves the remaining ones, and the
+    last one leaves none.
+    """
+    status, printed = port(SEARCH)
+    assert status == 0
+    before, *fixed = [part.splitlines() for part in re.split(r"\n\n(?===)", printed.strip())]
     clean = "nothing differs by more than rounding"
     assert before[0] == f"the original, its output alone: {clean}"
     assert f"the draft, stage by stage: {', '.join(BUGS)}" in before
-    left = [paragraph[-1].removeprefix("stage by stage: ") for paragraph in mended]
-    assert left == [", ".join(BUGS[1:]), BUGS[2], clean]
-    assert mended[-1][-2] == f"its output alone: {clean}"
+    remaining = [paragraph[-1].removeprefix("stage by stage: ") for paragraph in fixed]
+    assert remaining == [", ".join(BUGS[1:]), BUGS[2], clean]
+    assert fixed[-1][-2] == f"its output alone: {clean}"
 
 
-if __name__ == "__main__":
-    page = (EXAMPLES / "README.md").read_text("utf-8")
-    with tempfile.TemporaryDirectory() as folder:
-        in_port = copy_port(Path(folder))
-        for block in BLOCKS:
-            commands, lines = commands_of(block)
-            printed = "".join(in_port(command)[1] for command in commands)
-            if not shows(lines, printed) and "…" in lines[1:]:
-                print(f"update by hand:\n{printed}")
-            elif not shows(lines, printed):
-                page = page.replace(block, updated(block, printed))
-    (EXAMPLES / "README.md").write_text(page, "utf-8")
+@only_posix
+@pytest.mark.costly("commands of the page, as users type them")
+def test_command_line_names_three_bugs(port):
+    """The command on the page names the three bugs of the draft, in order."""
+    assert port(WRITE) == (0, "")
+    status, printed = port(DIAGNOSE)
+    assert status == 1
+    assert re.findall(r"^Likely bug \d of 3: (\S+)$", printed, re.MULTILINE) == [*BUGS]
+
+
+@only_posix
+@pytest.mark.thorough  # test_pytest_plugin also runs them
+@pytest.mark.costly("commands of the page, as users type them")
+def test_kept_tests_fail_for_draft(port):
+    """The tests of the page pass for the correct port, and both fail for the draft."""
+    status, printed = port(TEST)
+    assert status == 0
+    assert "2 passed" in printed
+    port("sed s/attention_jax_fixed/attention_jax/ test_port.py > test_draft.py")
+    status, printed = port("pytest -q --tb=short test_draft.py")
+    assert status == 1
+    assert "2 failed" in printed
+    assert f"Likely bug 1 of 3: {BUGS[0]}" in printed

@@ -17,7 +17,7 @@ from parity.measure.sharding.shard import ShardPlan, shard
 from parity.use.reporting.figure import NotebookFigure
 
 RIGHT, WRONG, GRAY = "#1a7f37", "#c62828", "#757b83"
-STYLE = Path(__file__).with_name("matplotlibrc")
+STYLE = Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "site.mplstyle"
 """Colors that fit the light and the dark site; notebooks have the same."""
 
 CASES = (

@@ -35,7 +35,7 @@ ELSEWHERE = {
 REPLACED = {"docs/README.md": "index", "benchmarks/results": "evidence/benchmarks"}
 """Pages and folders that the site has in another form."""
 
-STYLE = Path(__file__).with_name("matplotlibrc")
+STYLE = ROOT / "docs" / "tutorials" / "site.mplstyle"
 """Colors of pictures, which fit the light and the dark site."""
 
 OF_TT = DOCS / "tutorials" / "ttnn.md"
