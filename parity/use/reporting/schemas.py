@@ -45,6 +45,7 @@ REPORT = {
     "not_compared": (
         "gaps in the comparison, by reason; `is_open` if requested, so that the exit status is 2"
     ),
+    "exercised": "further cases that test features of layers of a model, and which",
     "not_exercised": "features of layers of a model that more tokens would test, and how many",
     "diagnoses": "a diagnosis for each of the first failed cases",
 }
@@ -72,6 +73,7 @@ DIAGNOSIS = {
     "dtype": "dtype of the problem",
     "sample": "part of a large layer that was searched",
     "hidden": "known bugs that these stages would show in float32 only, if nothing differs",
+    "not_exercised": "features of the layer that the case cannot show, if nothing differs",
     "headline": "diagnosis in a line",
     "text": "diagnosis as it is printed",
 }
