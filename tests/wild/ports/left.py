@@ -58,7 +58,9 @@ def step(spec, how, w, cache, x, start, real):
     work = torch.float32 if how.wide else x.dtype
     # A row of padding has no key: its softmax is over equal numbers, and nothing reads it.
     bias = torch.zeros(hidden.shape, dtype=work).masked_fill(hidden, torch.finfo(work).min)
-    context = scaled_dot_product_attention(q.to(work), keys.to(work), values.to(work), bias, enable_gqa=True).to(x.dtype)
+    context = scaled_dot_product_attention(q.to(work), keys.to(work), values.to(work), bias, enable_gqa=True).to(
+        x.dtype
+    )
     rec["context"] = context
     out = context.transpose(1, 2).reshape(b, t, -1)
     rec["output"] = linear(out, w["out_proj.weight"], w.get("out_proj.bias"))

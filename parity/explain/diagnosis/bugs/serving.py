@@ -242,7 +242,7 @@ def _has_several_axes(case: Case) -> bool:
     return case.spec.rope is not None and bool(case.spec.rope.sections)
 
 
-# ---- Padding on the left --------------------------------------------------------------------------
+# ---- Padding on the left -------------------------------------------------------------------------
 
 
 def left_padded(case: Case) -> Iterator[Edit]:

@@ -1,4 +1,4 @@
-"""Slots of a cache that hold no token of the problem: of another layer, another request, or stale."""
+"""Slots of a cache that hold no token of the problem: of another layer or request, or stale."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.words import indices
 
 FAR = 0.3
-"""The distance of a slot from each token of the problem, relative to the slot's own size, from which
-on it holds none of them. Rounding and quantization are far below, and tokens of one layer are
-about 1.4 apart.
+"""The distance of a slot from each token of the problem, relative to its own size, from which on it
+holds none of them. Rounding and quantization are far below; two tokens are about 1.4 apart.
 """
 
 MOST_SLOTS = 512

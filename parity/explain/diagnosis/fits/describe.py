@@ -10,8 +10,8 @@ import numpy as np
 from mha_spec import InputError
 from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.fits.before_rope import before_rope
-from parity.explain.diagnosis.fits.cache_signs import cache_signs
 from parity.explain.diagnosis.fits.cache_scales import cache_scales
+from parity.explain.diagnosis.fits.cache_signs import cache_signs
 from parity.explain.diagnosis.fits.mixed import dropouts, lost_rows, mixtures
 from parity.explain.diagnosis.fits.numbers import Recompute, spec_numbers
 from parity.explain.diagnosis.fits.orders import orders, other_stages, shifts, transposes

@@ -144,7 +144,7 @@ def _unmasked(difference: Difference) -> Iterator[Edit]:
         most = {"most": float(a[difference.hidden].max())}
         columns = _shown_columns(difference.hidden, a, difference.allowed["max"])
         if columns is not None:
-            yield _with_shown_keys(difference, columns, most, count)
+            yield _with_shown_keys(difference, difference.hidden, columns, most, count)
             return
         words = (
             "hidden cells have weight, and shown ones are in the right proportion: the softmax "
@@ -175,7 +175,11 @@ MOST_CELLS = 0.9
 
 
 def _with_shown_keys(
-    difference: Difference, columns: np.ndarray, most: Mapping[str, float], count: int
+    difference: Difference,
+    hidden: np.ndarray,
+    columns: np.ndarray,
+    most: Mapping[str, float],
+    count: int,
 ) -> Edit:
     """Return the pattern of a mask that shows some keys of some sequences to every query."""
     keys_of_sequences = []
@@ -189,8 +193,7 @@ def _with_shown_keys(
         f"{and_listed(keys_of_sequences)}"
     )
     families: Families = ()
-    assert difference.hidden is not None
-    is_hidden_from_all = difference.hidden.all(axis=(1, 2))
+    is_hidden_from_all = hidden.all(axis=(1, 2))
     # A key that no query attends to is padding.
     if is_hidden_from_all[columns].all():
         families = (of.SHOWN_PADDING,)
