@@ -81,18 +81,8 @@ def own(case: Case) -> Iterator[Edit]:
     """Yield bugs in a mask of the case's own, and in its use with other masks."""
     if not case.has_own_mask:
         return
-    shown = SHOWN_PADDING.seen_in("mask")
-    words = "keys that the mask hides from every query, as padding, are visible to"
-    yield shown("own-mask-padding-visible", f"{words} every query", {"own_mask": _showing_padding})
-    if not case.is_cached:
-        yield shown(
-            "own-mask-padding-visible",
-            f"{words} every later query",
-            {"own_mask": _showing_padding_to_later},
-        )
-    if case.mask is None:
-        return
-    if case.is_causal or case.is_cached or case.key_padding_lengths or case.segment_ids:
+    has_others = case.is_causal or case.is_cached or case.key_padding_lengths or case.segment_ids
+    if case.mask is not None and has_others:
         yield of_mask(
             "own-mask-ignored",
             "the mask that was passed is ignored; other masks are used",
@@ -107,6 +97,21 @@ def own(case: Case) -> Iterator[Edit]:
             fix="let True hide in both masks before they are combined",
             page="mask-polarity",
         )
+    shown = SHOWN_PADDING.seen_in("mask")
+    words = "keys that the mask hides from every query, as padding, are visible to"
+    yield shown("own-mask-padding-visible", f"{words} every query", {"own_mask": _showing_padding})
+    if not case.is_cached:
+        yield shown(
+            "own-mask-padding-visible",
+            f"{words} every later query",
+            {"own_mask": _showing_padding_to_later},
+        )
+    yield shown(
+        "own-mask-reversed",
+        "the mask that was passed has its keys in reverse order: it hides padding at the other end",
+        {"own_mask": instead(lambda mask: mask[..., ::-1])},
+        fix="hide padding at the end where it is: on the left if prompts end at the same slot",
+    )
 
 
 def _showing_padding(layer: Layer, original: Override, mask: np.ndarray) -> np.ndarray:
