@@ -94,23 +94,22 @@ def test_feature_shows_at_stated_length(what):
     assert (output_of(spec, needed, weights) != output_of(other, needed, weights)).any()
 
 
-@pytest.mark.parametrize("what", FEATURES)
-def test_chosen_cases_show_the_feature(what):
+def test_chosen_cases_show_features():
     """Calls that are chosen for a layer, and further cases of a run, show its feature in a call
     after the first one as well.
     """
-    spec, other, needed = FEATURES[what]
-    weights = random_weights(spec)
-    short = Case("short", spec, "", seq_len=4, chunks=(2, 1, 1), capacity=4)
-    chosen = make_problem(spec, "float32").case
-    (further,) = more_cases(short, ["float32"])
-    assert not_exercised({"layer-0": [short]}, ["float32"])[0].needed == needed
-    for case in (chosen, further):
-        assert what in case.about
-        assert not_exercised({"layer-0": [short, case]}, ["float32"]) == []
-        right, without = (stages_of(case, each, weights) for each in (spec, other))
-        last = f"step{len(case.chunks) - 1}.output"
-        assert (right[last] != without[last]).any()
+    for what, (spec, other, needed) in FEATURES.items():
+        weights = random_weights(spec)
+        short = Case("short", spec, "", seq_len=4, chunks=(2, 1, 1), capacity=4)
+        chosen = make_problem(spec, "float32").case
+        (further,) = more_cases(short, ["float32"])
+        assert not_exercised({"layer-0": [short]}, ["float32"])[0].needed == needed, what
+        for case in (chosen, further):
+            assert what in case.about
+            assert not_exercised({"layer-0": [short, case]}, ["float32"]) == [], what
+            right, without = (stages_of(case, each, weights) for each in (spec, other))
+            last = f"step{len(case.chunks) - 1}.output"
+            assert (right[last] != without[last]).any(), what
 
 
 def test_far_boundaries_need_few_tokens():
