@@ -138,11 +138,14 @@ def _unmasked(difference: Difference) -> Iterator[Edit]:
     candidate = np.where(shown, factor * difference.expected, a)
     if (
         count > 2
-        and difference.is_enough(rows.size)
+        and difference.is_enough(int(np.count_nonzero(rows)))
         and difference.is_explained_by(candidate, np.maximum(factor, 1.0))
     ):
         most = {"most": float(a[difference.hidden].max())}
-        columns = _shown_columns(difference.hidden, a, difference.allowed["max"])
+        compared = difference.hidden
+        if difference.unused is not None:
+            compared = compared & ~difference.unused
+        columns = _shown_columns(compared, a, difference.allowed["max"])
         if columns is not None:
             yield _with_shown_keys(difference, difference.hidden, columns, most, count)
             return
