@@ -92,6 +92,11 @@ def measured(bug: Bug) -> Measured:
 def real_rows(problem: Problem, step: int | None) -> np.ndarray:
     """Return which rows of an output belong to real tokens, (B, T)."""
     case = problem.case
+    if step is not None and case.mask is not None:
+        # A token of padding on the left attends to no key.
+        rows = np.arange(case.seq_len) >= case.mask.all(axis=(1, 2)).sum(axis=1)[:, None]
+        first = sum(case.chunks[:step])
+        return rows[:, first : first + case.chunks[step]]
     if step is not None:
         return np.arange(case.chunks[step]) < np.array(case.added(step))[:, None]
     if case.key_padding_lengths is None or case.seq_len_k is not None:

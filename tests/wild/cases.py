@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
+
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, LinearScaling, Llama3Scaling, Norm, Rope, YarnScaling
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem, make_problem
@@ -32,6 +34,10 @@ CAUSAL = {"is_causal": True}
 SERVED = {"batch": 3, "seq_len": 10, "chunks": (6, 1, 1, 1, 1), "capacity": 12,
           "new_lengths": ((4, 6, 2), *((1, 1, 1),) * 4)}  # fmt: skip
 CHUNKED = {"seq_len": 14, "chunks": (5, 5, 1, 3), "capacity": 14}
+LEFT_PADDING = np.array([2, 0, 4])
+LEFT = {"batch": 3, "seq_len": 10, "chunks": (6, 1, 1, 1, 1), "capacity": 10,
+        "mask": np.broadcast_to((np.arange(10) < LEFT_PADDING[:, None])[:, None, None], (3, 1, 10, 10)).copy(),
+        "position_ids": np.maximum(np.arange(10) - LEFT_PADDING[:, None], 0)}  # fmt: skip
 STEPS = {"seq_len": 7, "chunks": (4, 1, 1, 1), "capacity": 10}
 
 LAYERS = {
@@ -99,6 +105,7 @@ LAYERS = {
     "serve-window": (replace(LLAMA, window_size=4), SERVED),
     "serve-chunks": (LLAMA, CHUNKED),
     "serve-chunks-window": (replace(LLAMA, window_size=6), CHUNKED),
+    "left": (LLAMA, LEFT),
     "ring": (replace(LLAMA, window_size=4),
              {"seq_len": 16, "chunks": (3, 1, 1, 1, 1, 3, 1, 1, 1, 3), "capacity": 16}),
     "ring-six": (replace(LLAMA, window_size=6),

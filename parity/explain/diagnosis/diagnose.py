@@ -55,6 +55,7 @@ from parity.measure.backends import FRAMEWORKS, load_backend
 from parity.measure.core.arrays import arithmetic_of, stages_of
 from parity.measure.core.blas import single_threaded
 from parity.measure.core.compare import Comparison
+from parity.measure.core.exercise import not_exercised_by
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import ARITHMETICS, UNFUSED
 from parity.measure.core.stages import STAGES, stage_named
@@ -119,7 +120,12 @@ def diagnose(
     diagnosis = diagnose_stages(stages, reference, arithmetic, seconds)
     if diagnosis.is_wrong:
         return diagnosis
-    return replace(diagnosis, hidden=_hidden_bugs(stages, reference, arithmetic))
+    features = not_exercised_by(problem.case, problem.dtype)
+    return replace(
+        diagnosis,
+        hidden=_hidden_bugs(stages, reference, arithmetic),
+        not_exercised=tuple(feature.words for feature in features),
+    )
 
 
 def diagnose_trace(trace: Trace, seconds: float = SECONDS) -> Diagnosis:

@@ -419,6 +419,7 @@ class Diagnosis(JsonRecord):
         sample: the part of a large layer that was searched.
         hidden: if nothing is wrong in 16 bits, the known bugs that these stages would only show in
             float32.
+        not_exercised: if nothing is wrong, the features of the layer that the case cannot show.
 
     Example:
         >>> from dataclasses import replace
@@ -448,6 +449,7 @@ class Diagnosis(JsonRecord):
     taken: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     sample: str = ""
     hidden: tuple[str, ...] = ()
+    not_exercised: tuple[str, ...] = ()
 
     IN_JSON = ("kind", *FINDING, "*", "headline", "text")
 
@@ -665,6 +667,8 @@ class Diagnosis(JsonRecord):
             if verbose:
                 hidden = and_listed(self.hidden)
             yield "Hidden", f"{hidden} may not show in {self.dtype}: compare in float32 as well"
+        if self.not_exercised:
+            yield "Not exercised", "; ".join(self.not_exercised)
 
     def _dtypes(self) -> Iterator[Line]:
         """Yield the stages whose dtype is not the problem's, a line for each dtype."""

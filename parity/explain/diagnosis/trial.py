@@ -314,19 +314,26 @@ class Trial:
         steps = STEPS_OF_A_CALL if self.problem.case.is_cached else STEPS
         kinds = {steps[number % len(steps)] for number in (*self._unseen_before[index], index)}
         known = [*self._structural(frozenset(kinds))]
-        if not kinds.isdisjoint(("mask", "cache")):
-            known += self._from_call_of(index)
+        known += self._from_call_of(index, kinds)
         if with_losses:
             known += self._losses(frozenset(kinds))
         return known
 
-    def _from_call_of(self, index: int) -> list[Edit]:
-        """Return the bugs of a cache that begin in the call of a step."""
+    def _from_call_of(self, index: int, kinds: Collection[str]) -> list[Edit]:
+        """Return the bugs of a cache that begin in the call of a step.
+
+        Args:
+            index: of the step.
+            kinds: of the steps that these bugs may change.
+        """
         call = stage_named(self.steps[index][0]).step
-        if call is None:
+        changed = {"mask", "cache"}
+        if call == 0:
+            changed.add("qkv")
+        if call is None or changed.isdisjoint(kinds):
             return []
         if call not in self._known_from_call:
-            known = bugs_from_call(self.problem.case, call)
+            known = bugs_from_call(self.problem.case, call, self.observed)
             self._known_from_call[call] = self._in_scope(known)
         return self._known_from_call[call]
 

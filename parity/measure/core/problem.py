@@ -14,6 +14,7 @@ import numpy as np
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from parity.measure.core.arrays import to_numpy_by_name
 from parity.measure.core.case import DTYPES, Case
+from parity.measure.core.exercise import exercising_case
 from parity.measure.core.weights import (
     Weights,
     dtype_named,
@@ -134,7 +135,7 @@ class Problem:
 
 
 def make_problem(
-    case: Case | str,
+    case: Case | AttentionSpec | str,
     dtype: str,
     weights: Mapping[str, Any] | None = None,
     received: Mapping[str, np.ndarray] | None = None,
@@ -144,13 +145,15 @@ def make_problem(
     They are drawn from its name, or read from its trained layer.
 
     Args:
-        case: case, or its name: one of `CASES`, or `random-N`.
+        case: case, or its name: one of `CASES`, or `random-N`. Or the specification of a layer, for
+            which calls, lengths and positions are chosen that exercise its features, such as a
+            window: `problem.case.about` has the choice in words.
         dtype: name of a floating-point dtype, one of `DTYPES`.
         weights: canonical weights, as arrays of any framework, instead of the case's own.
         received: keys `k` and values `v` of another layer for `shared_kv`, instead of drawn ones.
 
     Raises:
-        TypeError: if `case` is neither a case nor a name.
+        TypeError: if `case` is neither a case, nor a name, nor a specification.
         ValueError: if no case or dtype has this name.
 
     Example:
@@ -163,10 +166,13 @@ def make_problem(
         from parity.measure.core.cases import case_named
 
         case = case_named(case)
-    if not isinstance(case, Case):
-        raise InputTypeError("case", "be a parity.Case or the name of one", type(case).__name__)
+    if not isinstance(case, Case | AttentionSpec):
+        rule = "be a parity.Case, the name of one, or an AttentionSpec"
+        raise InputTypeError("case", rule, type(case).__name__)
     if dtype not in DTYPES:
         raise InputError("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
+    if isinstance(case, AttentionSpec):
+        case = exercising_case(case, dtype)
     seed = [zlib.crc32(case.name.encode())]
     inputs = _drawn_inputs(case, np.random.default_rng(seed))
     inputs |= received or {}

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from parity.measure.text import counted
 from parity.use.cli.command import Options, Result, argument, command, group, option
 from parity.use.cli.layers import (
     ASSUMED_CAUSAL,
@@ -15,7 +14,7 @@ from parity.use.cli.layers import (
     status_of,
     weight_options,
 )
-from parity.use.cli.messages import contradiction, refusal, requires, warn
+from parity.use.cli.messages import contradiction, refusal, requires
 from parity.use.cli.options import (
     FrameworkName,
     causal_option,
@@ -354,7 +353,6 @@ def _diagnose_function(options: Options, out: Console) -> tuple[Diagnosis, Repor
     from parity.explain.diagnosis.diagnose import diagnose, observe
     from parity.measure.backends import FRAMEWORKS, load_backend
     from parity.use.reporting.console import working
-    from parity.use.running.lengths import not_exercised
     from parity.use.running.report import report_of_stages
 
     function, problem, framework, is_causal_known = own_layer(options)
@@ -389,9 +387,6 @@ def _diagnose_function(options: Options, out: Console) -> tuple[Diagnosis, Repor
         if words and words != _in_words(diagnosis):
             text = f"with --no-causal, {words}"
             out.print(text, style="bold", soft_wrap=True, highlight=False)
-    for feature in not_exercised([(options.files[0], case.spec)], case.seq_len, [problem.dtype]):
-        num_tokens = counted(case.seq_len, "token")
-        warn(f"not exercised by {num_tokens}: {feature.what}; {feature.needed} tokens would")
     return diagnosis, report
 
 

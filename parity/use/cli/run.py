@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +94,10 @@ MOST_RANDOM = 10_000
         "--seq-len",
         type=int,
         metavar="N",
-        help="tokens of --model or --weights; default: 9",
+        help=(
+            "tokens of --model or --weights; default: 9, and as many as its windows need in a "
+            "further case"
+        ),
     ),
 )
 @group(
@@ -151,17 +153,14 @@ MOST_RANDOM = 10_000
 def run(options: Options) -> Result:
     """Run the cases, print the report and write it."""
     from parity.measure.backends import why_missing
-    from parity.port.conversion.convert import load
     from parity.use.reporting.console import progress_bar
     from parity.use.running.elsewhere import Elsewhere
-    from parity.use.running.lengths import not_exercised
-    from parity.use.running.models import SEQ_LEN, cases_of
+    from parity.use.running.models import with_exercised
     from parity.use.running.run import run_cases
 
     if options.is_list:
         return _list_cases(options)
     _check_numbers_and_names(options)
-    seq_len = SEQ_LEN if options.seq_len is None else options.seq_len
     cases = _chosen_cases(options)
     maps = attention_maps(options)
     _check_weight_options(options)
@@ -184,15 +183,15 @@ def run(options: Options) -> Result:
         "device": "cpu" if "torch" in pythons else options.device,
     }
     if options.model is not None:
-        report = _run_model(options, {**arguments, "seq_len": seq_len})
+        report = _run_model(options, {**arguments, "seq_len": options.seq_len})
         return print_and_write(options, report, maps)
-    weights, spec, case_name = None, None, ""
+    weights: Any = None
+    cases_by_layer: dict[str, list[Case]] = {}
+    further: dict[str, list[Case]] = {}
     if options.weights is not None:
-        weights, spec = load(
-            options.weights, options.layout, prefix=options.prefix, **layer_options(options)
-        )
-        case_name = f"weights-{Path(options.weights).stem}"
-        cases = cases_of(case_name, spec, seq_len=seq_len)
+        weights, cases_by_layer, further = _weights_and_cases(options)
+        (name,) = cases_by_layer
+        cases = [*cases_by_layer[name], *further[name]]
     with ExitStack() as stack:
         on_case = stack.enter_context(progress_bar(num_runs(cases, options.dtypes, backends)))
         num_processes = max(options.jobs, 1) + len(pythons)
@@ -211,9 +210,7 @@ def run(options: Options) -> Result:
             jobs=options.jobs,
             on_case=on_case,
         )
-    if spec is not None:
-        features = not_exercised([(case_name, spec)], seq_len, options.dtypes)
-        report = replace(report, not_exercised=features)
+    report = with_exercised(report, cases_by_layer, further, options.dtypes)
     return print_and_write(options, report, maps)
 
 
@@ -247,6 +244,26 @@ def _check_numbers_and_names(options: Options) -> None:
     if options.jobs > 1 and options.model is not None:
         rule = "be 1 with --model, because layers are read one at a time"
         raise refusal("--jobs", rule, {"--jobs": options.jobs})
+
+
+def _weights_and_cases(
+    options: Options,
+) -> tuple[dict[str, Any], dict[str, list[Case]], dict[str, list[Case]]]:
+    """Return the weights of a file, and by the name of its layer the usual cases and further ones,
+    which exercise what these do not.
+    """
+    from parity.port.conversion.convert import load
+    from parity.use.running.lengths import further_cases
+    from parity.use.running.models import SEQ_LEN, cases_of
+
+    weights, spec = load(
+        options.weights, options.layout, prefix=options.prefix, **layer_options(options)
+    )
+    seq_len = SEQ_LEN if options.seq_len is None else options.seq_len
+    name = f"weights-{Path(options.weights).stem}"
+    cases = {name: cases_of(name, spec, seq_len=seq_len)}
+    further = further_cases(cases, options.dtypes, with_more_tokens=options.seq_len is None)
+    return weights, cases, further
 
 
 def _options_elsewhere(options: Options, backend: str) -> list[str]:

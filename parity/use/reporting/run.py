@@ -51,6 +51,8 @@ def print_report(
             print_line(out, f"warning: {warning}", "yellow")
         for reason in skipped_reasons(report):
             print_line(out, f"skipped: {reason}", "yellow")
+        for line in report.exercised:
+            print_line(out, line, "")
     not_exercised = not_exercised_line(report)
     if not_exercised:
         print_line(out, not_exercised, "yellow")

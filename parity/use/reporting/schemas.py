@@ -174,6 +174,9 @@ class FunctionDiagnosis(FirstFinding):
     hidden: Annotated[
         list[str], "known bugs that these stages would show in float32 only, if nothing differs"
     ]
+    not_exercised: Annotated[
+        list[str], "features of the layer that the case cannot show, if nothing differs"
+    ]
     headline: Annotated[str, "diagnosis in a line"]
     text: Annotated[str, "diagnosis as it is printed"]
 
@@ -232,6 +235,9 @@ class CasesReport(TypedDict):
     not_compared: Annotated[
         list[Gap],
         "gaps in the comparison, by reason; `is_open` if requested, so that the exit status is 2",
+    ]
+    exercised: Annotated[
+        list[str], "further cases that test features of layers of a model, and which"
     ]
     not_exercised: Annotated[
         list[Record], "features of layers of a model that more tokens would test, and how many"

@@ -1,23 +1,14 @@
-"""Features of a layer that a run on short sequences does not exercise."""
+"""The memory that a number of tokens needs, and features of layers that a run did not exercise."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from mha_spec import (
-    AttentionSpec,
-    DynamicScaling,
-    GridBias,
-    InputError,
-    LongRopeScaling,
-    RelativeBias,
-    RelativeProducts,
-)
-from parity.measure.core.compare import unit_of_rounding
+from mha_spec import AttentionSpec, InputError
+from parity.measure.core.case import Case
+from parity.measure.core.exercise import features_of, more_cases
 from parity.measure.core.records import JsonRecord
 
 SCORES = 24
@@ -57,7 +48,7 @@ class NotExercised(JsonRecord):
 
     Attributes:
         what: the feature in words.
-        num_tokens: number of tokens of the run.
+        num_tokens: the largest number of tokens of the run.
         needed: smallest number of tokens that exercises it.
         gib: rough memory of a run with that many, in GiB.
         layers: names of the layers.
@@ -70,82 +61,65 @@ class NotExercised(JsonRecord):
     layers: list[str] = field(default_factory=list, compare=False)
 
 
-def not_exercised(
-    specs: Iterable[tuple[str, AttentionSpec]], num_tokens: int, dtypes: Iterable[str]
-) -> list[NotExercised]:
-    """Return the features of layers that sequences of a length cannot show, each once with its
-    layers.
+def further_cases(
+    cases_by_layer: Mapping[str, Sequence[Case]],
+    dtypes: Iterable[str],
+    *,
+    with_more_tokens: bool = True,
+) -> dict[str, list[Case]]:
+    """Return further cases by layer, which exercise what those that were chosen do not.
+
+    Only the first layer of each specification has some, because they test the features of layers,
+    not their weights.
 
     Args:
-        specs: name and specification of each layer that ran.
-        num_tokens: number of tokens of the run, from position 0.
+        cases_by_layer: the cases of each layer.
+        dtypes: names of the dtypes of the run.
+        with_more_tokens: False if the number of tokens is fixed: then only positions differ.
+    """
+    dtypes = list(dtypes)
+    specs: list[AttentionSpec] = []
+    further: dict[str, list[Case]] = {}
+    for layer, cases in cases_by_layer.items():
+        further[layer] = []
+        spec = cases[0].spec
+        if spec in specs:
+            continue
+        specs.append(spec)
+        for case in cases:
+            further[layer] += more_cases(case, dtypes, with_more_tokens=with_more_tokens)
+    return further
+
+
+def not_exercised(
+    cases_by_layer: Mapping[str, Sequence[Case]], dtypes: Iterable[str]
+) -> list[NotExercised]:
+    """Return the features of layers that no case of a layer of the same specification exercises,
+    each once with its layers.
+
+    Args:
+        cases_by_layer: the cases that ran, by the name of their layer.
         dtypes: names of the dtypes of the run.
     """
-    # The finest dtype of the run shows the most.
-    rounding = min(map(unit_of_rounding, dtypes))
-    # Equal features of several layers are one, because their layers do not count.
-    features: dict[NotExercised, NotExercised] = {}
-    for name, spec in specs:
-        for what, needed in _lengths(spec, rounding):
-            if num_tokens < needed:
-                feature = NotExercised(what, num_tokens, needed, round(gib_of(spec, needed), 2))
-                features.setdefault(feature, feature).layers.append(name)
-    return list(features.values())
-
-
-def _lengths(spec: AttentionSpec, rounding: float) -> Iterator[tuple[str, int]]:
-    """Yield the features that depend on the length, and the smallest number of tokens that
-    exercises each.
-    """
-    if spec.window_size is not None:
-        yield f"a window of {spec.window_size}", spec.window_size + 1
-    if spec.chunk_size is not None:
-        yield f"chunks of {spec.chunk_size}", spec.chunk_size + 1
-    if spec.temperature is not None:
-        # The factor is 1 until the position + first_position reaches the length.
-        first = max(0, spec.temperature.length - spec.temperature.first_position)
-        yield f"a temperature that grows every {spec.temperature.length} tokens", first + 1
-    bias = spec.relative_bias
-    if isinstance(bias, RelativeBias):
-        yield f"all {bias.num_buckets} relative biases", _length_of_all_buckets(bias.buckets())
-    if isinstance(bias, GridBias):
-        yield f"all offsets on a grid of {bias.height} x {bias.width}", bias.num_tokens
-    products = spec.relative_products
-    if isinstance(products, RelativeProducts):
-        needed = _length_of_all_buckets(products.buckets())
-        yield f"all {products.num_buckets} relative vectors", needed
-    yield from _lengths_of_rope(spec, rounding)
-
-
-def _length_of_all_buckets(buckets: np.ndarray) -> int:
-    """Return the number of tokens with which all buckets occur.
-
-    Args:
-        buckets: bucket of each distance from -farthest to farthest.
-    """
-    farthest = len(buckets) // 2
-    distances = np.abs(np.arange(-farthest, farthest + 1))
-    nearest = [distances[buckets == bucket].min() for bucket in np.unique(buckets)]
-    return int(max(nearest)) + 1
-
-
-def _lengths_of_rope(spec: AttentionSpec, rounding: float) -> Iterator[tuple[str, int]]:
-    """Yield the scaling of RoPE, if it has an effect only from some number of tokens on."""
-    if spec.rope is None or spec.rope.scaling is None:
-        return
-    scaling = spec.rope.scaling
-    if isinstance(scaling, LongRopeScaling):
-        if scaling.long_factors != scaling.short_factors:
-            yield "the long factors of LongRoPE", scaling.original_length + 1
-        return
-    if isinstance(scaling, DynamicScaling):
-        what = f"dynamic scaling of RoPE beyond {scaling.original_length} tokens"
-        yield what, scaling.original_length + 1
-        return
-    scaled = spec.rope.frequencies(spec.head_dim)
-    unscaled = replace(spec.rope, scaling=None).frequencies(spec.head_dim)
-    change = np.abs(scaled - unscaled).max()
-    if change > 0.0:
-        # With fewer tokens no angle changes by a unit of rounding. More may be needed: this is only
-        # what is certain.
-        yield f"the {scaling.kind} scaling of RoPE", int(np.ceil(rounding / change)) + 1
+    dtypes = list(dtypes)
+    cases_by_spec: list[tuple[AttentionSpec, list[str], list[Case]]] = []
+    for layer, cases in cases_by_layer.items():
+        spec = cases[0].spec
+        for other, layers, all_cases in cases_by_spec:
+            if other == spec:
+                layers.append(layer)
+                all_cases.extend(cases)
+                break
+        else:
+            cases_by_spec.append((spec, [layer], [*cases]))
+    # Equal features of several specifications are one, because their layers do not count.
+    entries: dict[NotExercised, NotExercised] = {}
+    for spec, layers, cases in cases_by_spec:
+        num_tokens = max(case.key_len for case in cases)
+        for feature in features_of(spec, dtypes):
+            if any(feature.is_exercised_by(case) for case in cases):
+                continue
+            gib = round(gib_of(spec, feature.needed), 2)
+            entry = NotExercised(feature.what, num_tokens, feature.needed, gib)
+            entries.setdefault(entry, entry).layers.extend(layers)
+    return list(entries.values())

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
@@ -31,7 +31,7 @@ from parity.port.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.port.conversion.layers import FileLayer
 from parity.port.conversion.not_compared import NotCompared
 from parity.port.models.specs import ModelLayer, layers_of_parts
-from parity.use.running.lengths import check_memory, not_exercised
+from parity.use.running.lengths import check_memory, further_cases, not_exercised
 from parity.use.running.report import Report, SkippedCase
 from parity.use.running.run import OnJudged, run_cases
 
@@ -115,7 +115,7 @@ def run_model(
     *,
     layers: Collection[int] | None = None,
     against: str | None = None,
-    seq_len: int = SEQ_LEN,
+    seq_len: int | None = None,
     with_gradients: bool = False,
     device: str = "cpu",
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
@@ -136,8 +136,9 @@ def run_model(
         against: `transformers`, to also compare the output of the library's own module, in float32.
             If no rules describe the model, its layers are observed, and the warnings of the report
             have the evidence.
-        seq_len: number of tokens. The report lists features of the layers that more tokens would
-            test.
+        seq_len: number of tokens; by default 9, and more cases for the first layer of each
+            specification, which exercise what 9 tokens from position 0 do not: see `further_cases`.
+            The report lists these cases, and the features that none of them exercises.
         layout, prefix, keywords: arguments of `load`.
 
     Returns:
@@ -152,7 +153,6 @@ def run_model(
     if against not in (None, *AGAINST):
         raise InputError("against", f"be one of {', '.join(AGAINST)}", against=against)
     reports: list[Report] = []
-    specs: list[tuple[str, AttentionSpec]] = []
     cases_by_layer: dict[str, list[Case]] = {}
     is_specified = layout is not None or any(value is not None for value in keywords.values())
     observed: dict[str, LiveLayer] = {}
@@ -170,15 +170,14 @@ def run_model(
         skeleton = skeleton_of(checkpoint) if against and not observed else None
         # All before any of them runs, because a length that does not fit one is an error.
         for layer in chosen:
-            live = observed.get(layer.label)
-            cases_by_layer[layer.label] = _cases_of_layer(
-                names[layer.label], layer, live, seq_len=seq_len
-            )
+            name = names[layer.label]
+            cases_by_layer[name] = _cases_of_layer(name, layer, observed.get(layer.label), seq_len)
+        further_by_layer = further_cases(cases_by_layer, dtypes, with_more_tokens=seq_len is None)
         for layer in chosen:
             live = observed.get(layer.label)
-            cases = cases_by_layer[layer.label]
-            weights, spec = layer.load()
-            specs.append((names[layer.label], spec))
+            further = further_by_layer[names[layer.label]]
+            cases = [*cases_by_layer[names[layer.label]], *further]
+            weights, _ = layer.load()
             received = received_by(layer, all_layers, cases)
             report_of_layer = run_cases(
                 cases,
@@ -191,10 +190,11 @@ def run_model(
                 on_case=on_case,
                 on_judged=on_judged,
             )
-            # The library has no cache of ours: its module runs the first case, which has none.
+            # The library has no cache of ours: its module runs the cases without one.
             if skeleton is not None:
-                problem = make_problem(cases[0], "float32", weights, received.get(cases[0].name))
-                _judge_own_module(report_of_layer, layer, problem, skeleton)
+                for case in [cases[0], *_from_position_0(further)]:
+                    problem = make_problem(case, "float32", weights, received.get(case.name))
+                    _judge_own_module(report_of_layer, layer, problem, skeleton)
             if live is not None:
                 _add_observed(report_of_layer, live, cases[0])
             reports.append(report_of_layer)
@@ -215,14 +215,38 @@ def run_model(
         if layer.label in observed:
             live = observed[layer.label]
             report.warnings.append(f"no rules of a family, observed with random inputs: {live}")
-    return replace(report, not_exercised=not_exercised(specs, seq_len, dtypes))
+    return with_exercised(report, cases_by_layer, further_by_layer, dtypes)
+
+
+def with_exercised(
+    report: Report,
+    cases_by_layer: Mapping[str, list[Case]],
+    further_by_layer: Mapping[str, list[Case]],
+    dtypes: Iterable[str],
+) -> Report:
+    """Return a report with the features that its cases exercise or not.
+
+    Args:
+        report: of all cases.
+        cases_by_layer, further_by_layer: cases of layers, and those that `further_cases` added.
+        dtypes: names of the dtypes of the run.
+    """
+    all_cases: dict[str, list[Case]] = {}
+    exercised: list[str] = []
+    for layer, cases in cases_by_layer.items():
+        further = further_by_layer[layer]
+        all_cases[layer] = [*cases, *further]
+        exercised += [f"{case.name}: {case.about}" for case in further]
+    return replace(report, exercised=exercised, not_exercised=not_exercised(all_cases, dtypes))
 
 
 def _cases_of_layer(
-    name: str, layer: FileLayer, live: LiveLayer | None, *, seq_len: int
+    name: str, layer: FileLayer, live: LiveLayer | None, seq_len: int | None
 ) -> list[Case]:
     """Return the cases of a layer, causal as observed, or as the model's configuration says."""
     is_causal = None
+    if seq_len is None:
+        seq_len = SEQ_LEN
     if live is not None:
         is_causal = live.is_causal
     elif layer.model is not None:
@@ -405,6 +429,11 @@ def skeleton_of(checkpoint: Checkpoint, attn_implementation: str = "eager") -> S
         # comparison is with the model that it makes of them.
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         return Skeleton(config, attn_implementation)
+
+
+def _from_position_0(cases: Iterable[Case]) -> list[Case]:
+    """Return the cases that a module without a cache can run, which counts its own positions."""
+    return [case for case in cases if not case.is_cached and not case.first_position]
 
 
 def _add_observed(report: Report, layer: LiveLayer, case: Case) -> None:

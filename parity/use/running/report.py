@@ -55,7 +55,8 @@ class Report:
         missing: traces that another backend has and this one lacks, among those that were read.
         layers: names of the cases that are layers of a model, in its order.
         left_out: parts of a model or of all cases that no backend computed.
-        not_exercised: features of layers that sequences of this length cannot show.
+        exercised: the cases that were chosen to exercise features of layers, a line each.
+        not_exercised: features of layers that no case could show.
         allow_skipped: something that was not compared does not make the status 2.
         commands: the command that repeats a case, by case, dtype and backend; those that no command
             can repeat are missing.
@@ -70,6 +71,7 @@ class Report:
     missing: list[SkippedCase] = field(default_factory=list)
     layers: tuple[str, ...] = ()
     left_out: list[NotCompared] = field(default_factory=list)
+    exercised: list[str] = field(default_factory=list)
     not_exercised: list[NotExercised] = field(default_factory=list)
     allow_skipped: bool = False
     commands: dict[tuple[str, str, str], str] = field(default_factory=dict)
@@ -191,6 +193,7 @@ class Report:
             "summary": self.summary,
             "results": results,
             "not_compared": _as_dicts(self.not_compared),
+            "exercised": self.exercised,
             "not_exercised": _as_dicts(self.not_exercised),
             "diagnoses": diagnoses,
         }

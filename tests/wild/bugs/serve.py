@@ -76,6 +76,22 @@ for suffix, case, dtype in LAYERS:
       (READ, f"{READ}    if t == 1:\n        keys[:, :, 2:4], values[:, :, 2:4] = 0, 0\n"),
       "The second block of two tokens is empty.", "step1.cache.keys", law="slots 2 and 3 stay 0",
       limited={"S": (2, 3)}, **of)
+    m(f"block-shared{suffix}", "cache",
+      (READ, f"{READ}    if t == 1:\n        keys[2, :, :2], values[2, :, :2] = keys[1, :, :2], values[1, :, :2]\n"),
+      "Sequence 2 has the first block of sequence 1, as after a wrong hit in the cache of prefixes.", "step1.cache.keys",
+      law="block 0 of sequence 1", limited={"B": (2,), "S": (0, 1)}, in_output=not suffix, **of)
+    m(f"block-of-another-request{suffix}", "cache",
+      (READ, f"{READ}    if t == 1:\n        seed = torch.Generator().manual_seed(1)\n"
+             "        keys[1, :, 2:4] = torch.randn(keys[1, :, 2:4].shape, generator=seed).to(x.dtype)\n"
+             "        values[1, :, 2:4] = torch.randn(keys[1, :, 2:4].shape, generator=seed).to(x.dtype)\n"),
+      "The second block of sequence 1 is that of a request outside of the batch.", "step1.cache.keys",
+      law="", limited={"B": (1,), "S": (2, 3)}, **of)
+    m(f"cache-of-another-layer{suffix}", "cache",
+      (READ, f"{READ}    if t == 1:\n        seed = torch.Generator().manual_seed(2)\n"
+             "        earlier = (torch.arange(keys.shape[2]) < cache.lengths[:, None])[:, None, :, None]\n"
+             "        keys = torch.where(earlier, torch.randn(keys.shape, generator=seed).to(x.dtype), keys)\n"
+             "        values = torch.where(earlier, torch.randn(keys.shape, generator=seed).to(x.dtype), values)\n"),
+      "Steps read the cache of another layer, and add their own token.", "step1.cache.keys", law="", **of)
 for suffix, case, dtype in (("", "serve-chunks", "float32"), ("-window", "serve-chunks-window", "bfloat16")):
     m(f"chunks-top-left{suffix}", "mask",
       (HIDDEN, "hidden = is_hidden(queries if t == 1 else torch.arange(t).expand(b, t), "),

@@ -7,7 +7,7 @@ implementation.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -167,6 +167,7 @@ TOPICS = (
     _topic(caches.caches, CACHE),
     _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
     _topic(serving.ragged, MASK, QKV, CACHE),
+    _topic(serving.left_padded, MASK, CACHE),
     _topic(serving.raised_otherwise, MASK, QKV, CACHE),
     _topic(serving.late, CACHE, SCORES, CONTEXT),
     _topic(rings.rings, MASK, QKV, SCORES, ATTN_WEIGHTS),
@@ -255,13 +256,20 @@ LOST_ONCE = ("cache-slot-stale", "cache-slot-late", "cache-slot-early")
 """Writes that may be wrong in one call alone: all later calls show it."""
 
 
-def bugs_from_call(case: Case, call: int) -> list[Edit]:
-    """Return the bugs of a cache that begin in a call after the first: in it alone, or from it on.
+def bugs_from_call(case: Case, call: int, observed: Mapping[str, np.ndarray]) -> list[Edit]:
+    """Return the bugs of a cache that begin in a call: in it alone, or from it on.
 
     All calls together have many. A search needs those of the first wrong call.
+
+    Args:
+        case: the case.
+        call: the call.
+        observed: the stages, which tell some of their numbers.
     """
-    if not case.is_cached or not 0 < call < len(case.chunks):
+    if not case.is_cached or not 0 <= call < len(case.chunks):
         return []
+    if call == 0:
+        return [*serving.not_reset(case, observed)]
     bugs: list[Edit] = []
     for bug in caches.caches(case):
         if bug.name in LOST_ONCE:
@@ -288,6 +296,9 @@ def bug_by_name() -> dict[str, Edit]:
     cached = CASES["decode-gqa-rope"]
     bugs += known_bugs(replace(cached, cache_quantization=CacheQuantization("int8", "head")))
     bugs += known_bugs(replace(cached, cache_slots=np.arange(cached.seq_len)[None]))
+    padding = np.arange(cached.capacity) < 1
+    positions = np.maximum(np.arange(cached.seq_len) - 1, 0)[None]
+    bugs += known_bugs(replace(cached, mask=padding[None, None, None], position_ids=positions))
     # A server's cache: prompts of several lengths, and a window that is full.
     served = replace(
         CASES["ragged"],
@@ -300,7 +311,7 @@ def bug_by_name() -> dict[str, Edit]:
     )
     bugs += known_bugs(served)
     for call in range(len(served.chunks)):
-        bugs += bugs_from_call(served, call)
+        bugs += bugs_from_call(served, call, {})
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
     # Orders that are found by comparing are not in the table.
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]

@@ -149,6 +149,10 @@ MASK_HEADS = BugFamily(
     "mask-polarity", "use the mask of each sequence and head: (B, N, T, S), in this order"
 )
 PADDING = BugFamily("padding", "hide the keys from each sequence's own length: s >= length")
+SHOWN_PADDING = BugFamily(
+    "padding",
+    "hide padding last: combine all masks, and let no later step show a key that one of them hides",
+)
 WINDOW = BugFamily(
     "sliding-window",
     "hide the keys s <= t - window_size: a query attends to window_size keys, including its own",

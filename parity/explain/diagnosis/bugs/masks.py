@@ -8,10 +8,11 @@ from functools import partial
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.families import CAUSAL, CHUNK, PADDING, WINDOW
-from parity.explain.diagnosis.bugs.record import Edit, WrongField, instead, known_bug
+from parity.explain.diagnosis.bugs.families import CAUSAL, CHUNK, PADDING, SHOWN_PADDING, WINDOW
+from parity.explain.diagnosis.bugs.record import Edit, Override, WrongField, instead, known_bug
 from parity.explain.diagnosis.bugs.sites import Overrides, always, before
 from parity.measure.core.case import Case
+from parity.measure.core.reference import Layer
 
 of_mask = partial(known_bug, stages=("mask",))
 
@@ -78,10 +79,11 @@ def by_slot(case: Case) -> Iterator[Edit]:
 
 
 def own(case: Case) -> Iterator[Edit]:
-    """Yield bugs in a mask of the case's own that other masks are combined with."""
-    if case.mask is None:
+    """Yield bugs in a mask of the case's own, and in its use with other masks."""
+    if not case.has_own_mask:
         return
-    if case.is_causal or case.is_cached or case.key_padding_lengths or case.segment_ids:
+    has_others = case.is_causal or case.is_cached or case.key_padding_lengths or case.segment_ids
+    if case.mask is not None and has_others:
         yield of_mask(
             "own-mask-ignored",
             "the mask that was passed is ignored; other masks are used",
@@ -96,6 +98,33 @@ def own(case: Case) -> Iterator[Edit]:
             fix="let True hide in both masks before they are combined",
             page="mask-polarity",
         )
+    shown = SHOWN_PADDING.seen_in("mask")
+    words = "keys that the mask hides from every query, as padding, are visible to"
+    yield shown("own-mask-padding-visible", f"{words} every query", {"own_mask": _showing_padding})
+    if not case.is_cached:
+        yield shown(
+            "own-mask-padding-visible",
+            f"{words} every later query",
+            {"own_mask": _showing_padding_to_later},
+        )
+    yield shown(
+        "own-mask-reversed",
+        "the mask that was passed has its keys in reverse order: it hides padding at the other end",
+        {"own_mask": instead(lambda mask: mask[..., ::-1])},
+        fix="hide padding at the end where it is: on the left if prompts end at the same slot",
+    )
+
+
+def _showing_padding(layer: Layer, original: Override, mask: np.ndarray) -> np.ndarray:
+    """Show the keys that the mask of all calls hides from every query."""
+    is_padding = layer.problem.inputs["mask"].all(axis=2, keepdims=True)
+    return original(mask) & ~is_padding
+
+
+def _showing_padding_to_later(layer: Layer, original: Override, mask: np.ndarray) -> np.ndarray:
+    """Show them to the queries that are not before them."""
+    is_later = ~np.tri(*mask.shape[2:], dtype=bool)
+    return np.where(is_later, original(mask), _showing_padding(layer, original, mask))
 
 
 def _using(change: Callable[[np.ndarray], np.ndarray]) -> Overrides:

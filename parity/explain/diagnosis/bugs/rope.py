@@ -43,7 +43,15 @@ def turned_alone(case: Case) -> Iterator[Edit]:
 
 def own_positions(case: Case) -> Iterator[Edit]:
     """Yield rotations that ignore the positions of the case."""
-    if case.spec.rope is None or case.position_ids is None or case.is_cached:
+    if case.spec.rope is None or case.position_ids is None:
+        return
+    if case.is_cached:
+        yield of_rope(
+            "rope-position-ids-ignored",
+            "the positions that were passed are ignored: tokens are rotated by their slots",
+            positions("qk", partial(_of_slots, case)),
+            fix="rotate each token by the position that was passed for it, in steps as well",
+        )
         return
     yield of_rope(
         "rope-position-ids-ignored",
@@ -51,6 +59,15 @@ def own_positions(case: Case) -> Iterator[Edit]:
         positions("qk", partial(_instead_of, case.positions_in_order())),
         fix="rotate each token by the position that was passed for it",
     )
+
+
+def _of_slots(case: Case, passed: np.ndarray) -> np.ndarray:
+    """Return the positions of a call without those that were passed: its slots."""
+    in_order = replace(case, position_ids=None, mask=None)
+    for call in range(len(case.chunks)):
+        if np.array_equal(passed, case.positions(call)):
+            return in_order.positions(call)
+    raise ValueError("another bug changes the positions")
 
 
 def _instead_of(in_order: np.ndarray, passed: np.ndarray) -> np.ndarray:

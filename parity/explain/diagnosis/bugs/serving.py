@@ -8,7 +8,7 @@ padding, or raise it too late, and then one, two or all of the three are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, permutations
@@ -29,6 +29,7 @@ from parity.explain.diagnosis.bugs.sites import before as with_inputs
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
+from parity.measure.text import counted as with_number
 
 New = dict[str, np.ndarray]
 """Cached heads or latents, by `keys` and `values`, or by `latents`."""
@@ -47,12 +48,15 @@ class CountedTokens:
             number after the last call.
         uses: some of `SLOTS`, `POSITIONS` and `MASK`.
         is_stored: True if the cache's own lengths are the wrong numbers.
+        is_clamped: True if tokens that do not fit are written into the last slots instead of being
+            lost, as by JAX's `dynamic_update_slice`.
     """
 
     case: Case
     wrong: np.ndarray
     uses: frozenset[str]
     is_stored: bool = False
+    is_clamped: bool = False
 
     @property
     def overrides(self) -> dict[str, Override]:
@@ -85,7 +89,10 @@ class CountedTokens:
         call = call_after(self.case, tokens.before)
         begin = tokens.before
         if SLOTS in self.uses:
-            begin = np.minimum(self.wrong[call], self.case.capacity)
+            last = self.case.capacity
+            if self.is_clamped:
+                last = max(0, last - self.case.chunks[call])
+            begin = np.minimum(self.wrong[call], last)
         # Tokens beyond the last slot are lost.
         written = np.minimum(tokens.added, self.case.capacity - begin)
         grown = original(*tokens._replace(before=begin, added=written))
@@ -233,6 +240,108 @@ def _lengths(case: Case) -> np.ndarray:
 def _has_several_axes(case: Case) -> bool:
     """Return True if positions are those of several axes: no single number moves them."""
     return case.spec.rope is not None and bool(case.spec.rope.sections)
+
+
+# ---- Padding on the left -------------------------------------------------------------------------
+
+
+def left_padded(case: Case) -> Iterator[Edit]:
+    """Yield slots and masks of a batch with padding on the left that count real tokens alone."""
+    if not case.is_cached or case.mask is None or _has_several_axes(case):
+        return
+    shape = (case.batch, case.spec.num_heads, case.seq_len, case.capacity)
+    mask = np.broadcast_to(case.mask, shape)
+    is_padding = mask.all(axis=(1, 2))
+    # Padding on the left is a run of hidden slots from the first one on.
+    num_hidden = np.logical_and.accumulate(is_padding, axis=1).sum(axis=1)
+    if not num_hidden.any():
+        return
+    wrong = np.maximum(_lengths(case) - num_hidden, 0)
+    yield _using(
+        case,
+        wrong,
+        {SLOTS},
+        "cache-slot-without-padding",
+        "tokens are cached in the slots of their positions, which do not count padding on the left",
+        LEFT_PADDED,
+    )
+    yield _using(
+        case,
+        wrong,
+        {MASK},
+        "cache-mask-without-padding",
+        "the mask ends at the position of each query, which does not count padding on the left: it "
+        "hides the newest keys",
+        LEFT_PADDED,
+    )
+
+
+LEFT_PADDED = BugFamily(
+    "padding", "count slots with padding, for writes and masks, and positions without it"
+)
+
+
+# ---- Numbers that are not reset ------------------------------------------------------------------
+
+
+MOST_LEFT = 32
+"""The most tokens left behind of which every number is tried, if lengths were not observed."""
+
+
+def not_reset(case: Case, observed: Mapping[str, np.ndarray]) -> Iterator[Edit]:
+    """Yield caches whose lengths were not reset before the first call.
+
+    Args:
+        case: with a cache.
+        observed: the stages, of which the lengths tell how many tokens were left.
+    """
+    if not case.is_cached or _has_several_axes(case):
+        return
+    right = _lengths(case)
+    for num_left in _numbers_left(case, observed):
+        wrong = right + num_left
+        yield _not_reset(case, wrong, num_left, "")
+        if (wrong[:-1] + np.array(case.chunks)[:, None]).max() > case.capacity:
+            words = ", and writes beyond the last slot are moved back into the cache"
+            yield _not_reset(case, wrong, num_left, words, is_clamped=True)
+
+
+def _numbers_left(case: Case, observed: Mapping[str, np.ndarray]) -> Sequence[int]:
+    """Return the numbers of tokens that may have been left: the observed one, or each that is
+    possible.
+    """
+    lengths = observed.get("step0.cache.lengths")
+    if lengths is None:
+        return range(1, min(case.capacity, MOST_LEFT) + 1)
+    if lengths.shape != (case.batch,):
+        return []
+    left = np.unique(lengths - np.array(case.added(0)))
+    if len(left) == 1 and 0 < left[0] < LARGEST_LENGTH:
+        return [int(left[0])]
+    return []
+
+
+LARGEST_LENGTH = 1 << 31
+"""Lengths above this are not numbers of tokens."""
+
+
+def _not_reset(
+    case: Case, wrong: np.ndarray, num_left: int, words: str, *, is_clamped: bool = False
+) -> Edit:
+    everything = frozenset({SLOTS, MASK, POSITIONS})
+    counted = CountedTokens(case, wrong, everything, is_stored=True, is_clamped=is_clamped)
+    return _bug(
+        "cache-length-not-reset",
+        f"the first call begins after {with_number(num_left, 'token')} that the cache already "
+        f"counts: slots, positions and masks follow them{words}",
+        counted.overrides,
+        NOT_RESET,
+    )
+
+
+NOT_RESET = BugFamily(
+    "cache-positions", "set the lengths of a cache to 0 before its slots serve another sequence"
+)
 
 
 # ---- Numbers that are raised too much, and late writes -------------------------------------------
@@ -440,7 +549,7 @@ MOST_BLOCKS = 8
 def _changes_of_blocks(
     batch: int, num_cached: int
 ) -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray]]]:
-    """Yield changes of a cache (B, K, S, H) that are their own inverse, with a name and words."""
+    """Yield changes of a cache (B, K, S, H), with a name and words. Twice is undone, or is once."""
     size = 2
     while size < num_cached:
         num_blocks = -(-num_cached // size)
@@ -469,6 +578,10 @@ def _changes_of_size(
         for block in range(num_blocks):
             about = f"sequences {one} and {other} have exchanged block {block} {of_size}"
             yield "cache-blocks-exchanged", about, partial(_between, one, other, size, block)
+    for one, other in permutations(range(batch), 2):
+        for block in range(num_blocks):
+            about = f"sequence {one} reads block {block} {of_size} of sequence {other}"
+            yield "cache-block-of-another", about, partial(_shared, one, other, size, block)
 
 
 def _exchanged(rows: list[int], size: int, one: int, other: int, cached: np.ndarray) -> np.ndarray:
@@ -494,6 +607,13 @@ def _between(one: int, other: int, size: int, block: int, cached: np.ndarray) ->
     changed = cached.copy()
     changed[one, :, slots] = cached[other, :, slots]
     changed[other, :, slots] = cached[one, :, slots]
+    return changed
+
+
+def _shared(one: int, other: int, size: int, block: int, cached: np.ndarray) -> np.ndarray:
+    slots = slice(block * size, (block + 1) * size)
+    changed = cached.copy()
+    changed[one, :, slots] = cached[other, :, slots]
     return changed
 
 

@@ -11,6 +11,7 @@ from mha_spec import InputError
 from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.fits.before_rope import before_rope
 from parity.explain.diagnosis.fits.cache_scales import cache_scales
+from parity.explain.diagnosis.fits.cache_signs import cache_signs
 from parity.explain.diagnosis.fits.mixed import dropouts, lost_rows, mixtures
 from parity.explain.diagnosis.fits.numbers import Recompute, spec_numbers
 from parity.explain.diagnosis.fits.orders import orders, other_stages, shifts, transposes
@@ -294,6 +295,7 @@ def _signs(difference: Difference) -> Iterator[str]:
     """Yield unexpected properties of the actual values, which explain nothing by themselves."""
     yield from _nan(difference)
     yield from weights_signs(difference)
+    yield from cache_signs(difference)
     if not difference.stage.is_exact:
         yield from rounding_signs(difference)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from parity.explain.diagnosis.bugs.families import BugFamily, Families
 from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.values import sizes_of
-from parity.explain.diagnosis.fits.words import known_as, listed, number_words, readable
+from parity.explain.diagnosis.fits.words import indices, known_as, listed, number_words, readable
 from parity.explain.diagnosis.sample import sample_of
 from parity.explain.fitting.distances import Band, band_of, key_distances, slopes_of
 from parity.measure.core.problem import Problem
@@ -138,16 +138,69 @@ def _unmasked(difference: Difference) -> Iterator[Edit]:
     candidate = np.where(shown, factor * difference.expected, a)
     if (
         count > 2
-        and difference.is_enough(rows.size)
+        and difference.is_enough(int(np.count_nonzero(rows)))
         and difference.is_explained_by(candidate, np.maximum(factor, 1.0))
     ):
+        most = {"most": float(a[difference.hidden].max())}
+        compared = difference.hidden
+        if difference.unused is not None:
+            compared = compared & ~difference.unused
+        columns = _shown_columns(compared, a, difference.allowed["max"])
+        if columns is not None:
+            yield _with_shown_keys(difference, difference.hidden, columns, most, count)
+            return
         words = (
             "hidden cells have weight, and shown ones are in the right proportion: the softmax "
             "includes hidden keys"
         )
-        most = float(a[difference.hidden].max())
         families = _families_of_leak(difference)
-        yield difference.pattern("unmasked", words, {"most": most}, count, families=families)
+        yield difference.pattern("unmasked", words, most, count, families=families)
+
+
+def _shown_columns(hidden: np.ndarray, weights: np.ndarray, slack: float) -> np.ndarray | None:
+    """Return the keys of each sequence of which every hidden cell has weight, (B, S), if all other
+    hidden cells have the weight 0, and there are some: then a mask hides them, but not these keys.
+    """
+    has_weight = hidden & (weights > slack)
+    columns = has_weight.any(axis=(1, 2))
+    in_columns = hidden & columns[:, None, None, :]
+    others = hidden & ~in_columns
+    if not others.any() or weights[others].any():
+        return None
+    # A weight may be too small for its dtype, but it is not exactly 0 everywhere.
+    if np.count_nonzero(weights[in_columns]) < MOST_CELLS * np.count_nonzero(in_columns):
+        return None
+    return columns
+
+
+MOST_CELLS = 0.9
+"""The share of the hidden cells of shown keys that have weight: in 16 bits, some round to 0."""
+
+
+def _with_shown_keys(
+    difference: Difference,
+    hidden: np.ndarray,
+    columns: np.ndarray,
+    most: Mapping[str, float],
+    count: int,
+) -> Edit:
+    """Return the pattern of a mask that shows some keys of some sequences to every query."""
+    keys_of_sequences = []
+    for sequence in np.flatnonzero(columns.any(axis=1)):
+        keys = indices(
+            np.flatnonzero(columns[sequence]), columns.shape[1], ("key", "keys"), in_time=False
+        )
+        keys_of_sequences.append(f"{keys} of sequence {sequence}")
+    words = (
+        f"the mask shows hidden keys to every query, and hides all others: "
+        f"{and_listed(keys_of_sequences)}"
+    )
+    families: Families = ()
+    is_hidden_from_all = hidden.all(axis=(1, 2))
+    # A key that no query attends to is padding.
+    if is_hidden_from_all[columns].all():
+        families = (of.SHOWN_PADDING,)
+    return difference.pattern("shown keys", words, most, count, families=families)
 
 
 def _families_of_leak(difference: Difference) -> Families:

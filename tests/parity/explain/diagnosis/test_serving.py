@@ -17,15 +17,23 @@ from parity.explain.diagnosis.bugs.serving import (
     caching_padding,
     call_after,
     has_padding,
+    not_reset,
     ragged,
     reordered,
 )
+from parity.explain.diagnosis.fits import place_of
 from parity.explain.diagnosis.trial import Trial
+from parity.measure.core.trace import Reference
+from parity.measure.core.unused import unused_cells
 
 NAMED = (
+    "decode-clamped-at-end",
+    "left-slots-of-positions",
+    "left-visible-in-steps-bf16",
     "ring-doubled",
     "ring-lost-after-wrap-bf16",
     "serve-block-of-another",
+    "serve-block-shared",
     "serve-chunks-top-left-window",
     "serve-length-with-padding-window",
     "serve-mask-from-0-window",
@@ -45,7 +53,9 @@ def test_cause_is_one_named_finding(name, output_only):
     assert len(verdict["said"]["findings"]) == 1, verdict["text"]
 
 
-@pytest.mark.parametrize("name", ["serve-mask-of-longest", "serve-slot-of-first-window"])
+@pytest.mark.parametrize(
+    "name", ["left-visible", "serve-mask-of-longest", "serve-slot-of-first-window"]
+)
 def test_right_port_of_bug_is_clean(name):
     """Without its edit a port raises no alarm."""
     bug = BUGS[name]
@@ -97,3 +107,65 @@ def test_numbers_of_tried_blocks_are_limited():
     sizes = {int(about.split(" tokens")[0].split()[-1]) for about in abouts}
     assert sizes == {16, 32, 64}
     assert min(sizes) >= 65 / (MOST_BLOCKS + 1)
+
+
+def test_slots_without_a_token_are_listed():
+    """Slots with keys of another layer are listed as those of no token; tokens in other slots, or
+    at other positions, are not.
+    """
+    bug = BUGS["serve-cache-of-another-layer"]
+    reference = Reference(bug.problem)
+    name = "step1.cache.keys"
+    expected = reference.accumulated[name]
+    same = reference.same_precision(local=False)[name]
+
+    unused = unused_cells(bug.problem.case, name, expected.shape)
+
+    def signs_of(actual):
+        about = {"problem": bug.problem, "unused": unused}
+        description = place_of(name, actual, expected, same, **about)
+        return [sign for sign in description.signs if "no token" in sign or "appended" in sign]
+
+    foreign, added = signs_of(bug.recorded()[name].astype(np.float64))
+    assert foreign.startswith("slots 0-5 (the first half) have keys of no token")
+    assert added == "the keys that this call appended are right"
+    exchanged = expected.copy()
+    exchanged[:, :, [0, 1]] = expected[:, :, [1, 0]]
+    assert signs_of(exchanged) == []
+    first, second = expected[..., :4], expected[..., 4:]
+    assert signs_of(np.concatenate([-second, first], axis=-1)) == []
+
+
+def test_lengths_left_tell_their_number():
+    """A cache whose lengths were not reset is tried with the observed number of tokens, also a
+    large one; with none if sequences differ, or if the lengths are right.
+    """
+    case = BUGS["serve-chunks-top-left"].problem.case
+    right = np.array(case.added(0))
+    (kept, moved) = not_reset(case, {"step0.cache.lengths": right + 4096})
+    assert "after 4096 tokens" in kept.about
+    assert moved.about.startswith(kept.about)
+    for wrong in (right, right + np.array([1, 2]), right - 1):
+        assert not list(not_reset(case, {"step0.cache.lengths": wrong}))
+    numbers = {edit.about.split(" tokens")[0].split()[-1] for edit in not_reset(case, {})}
+    assert {"2", str(case.capacity)} <= numbers
+
+
+def test_mask_that_shows_keys_is_no_leak():
+    """Weights of the softmax over more keys are those of a mask that shows these: the report names
+    them, and padding if no query may attend to them.
+    """
+    spec = parity.AttentionSpec(32, 4)
+    case = parity.Case("shown", spec, "", seq_len=8, is_causal=True, key_padding_lengths=(8, 6))
+    problem = parity.make_problem(case, "float32")
+    stages = Reference(problem).accumulated
+    for sequence, key, page in ((0, 5, ""), (1, 6, "padding")):
+        shown = stages["mask"].copy()
+        shown[sequence, :, :, key] = False
+        scores = np.where(shown, -np.inf, stages["scores"])
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        found = parity.diagnose({"attn_weights": weights.astype(np.float32)}, problem)
+        (finding,) = found.findings
+        assert f"key {key} (of 8) of sequence {sequence}" in finding.about
+        assert ",".join(finding.pages) == page

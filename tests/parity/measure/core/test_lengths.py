@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.refusals import refuses_type
 
+import parity
 from mha_spec import (
     AttentionSpec,
     DynamicScaling,
@@ -21,6 +23,7 @@ from mha_spec import (
 )
 from parity import Case, make_problem, random_weights
 from parity.measure.core import reference
+from parity.measure.core.exercise import more_cases
 from parity.measure.core.stages import run_steps
 from parity.use.running.lengths import check_memory, not_exercised
 
@@ -62,19 +65,79 @@ FEATURES = {
 
 def output_of(spec, num_tokens, weights, is_causal=True):
     case = Case("lengths", spec, "a feature", seq_len=num_tokens, is_causal=is_causal)
-    return run_steps(reference.steps(make_problem(case, "float32", weights), "float64"))["output"]
+    return stages_of(case, spec, weights)["output"]
+
+
+def stages_of(case, spec, weights):
+    problem = make_problem(replace(case, spec=spec), "float32", weights)
+    return run_steps(reference.steps(problem, "float64"))
+
+
+def missing_from(*specs, num_tokens, dtypes=("float32",)):
+    """The features that sequences of a length do not exercise of layers, each a specification."""
+    cases = {}
+    for number, spec in enumerate(specs):
+        case = Case("lengths", spec, "", seq_len=num_tokens, is_causal=True)
+        cases[f"layer-{number}"] = [case]
+    return not_exercised(cases, dtypes)
 
 
 @pytest.mark.parametrize("what", FEATURES)
 def test_feature_shows_at_stated_length(what):
     """A feature changes the output at the stated number of tokens, but not with one fewer."""
     spec, other, needed = FEATURES[what]
-    (entry,) = not_exercised([("layer-0", spec)], needed - 1, ["float32"])
+    (entry,) = missing_from(spec, num_tokens=needed - 1)
     assert (entry.what, entry.needed, entry.layers) == (what, needed, ["layer-0"])
-    assert not_exercised([("layer-0", spec)], needed, ["float32"]) == []
+    assert missing_from(spec, num_tokens=needed) == []
     weights = random_weights(spec)
     assert (output_of(spec, needed - 1, weights) == output_of(other, needed - 1, weights)).all()
     assert (output_of(spec, needed, weights) != output_of(other, needed, weights)).any()
+
+
+def test_chosen_cases_show_features():
+    """Calls that are chosen for a layer, and further cases of a run, show its feature in a call
+    after the first one as well.
+    """
+    for what, (spec, other, needed) in FEATURES.items():
+        weights = random_weights(spec)
+        short = Case("short", spec, "", seq_len=4, chunks=(2, 1, 1), capacity=4)
+        chosen = make_problem(spec, "float32").case
+        (further,) = more_cases(short, ["float32"])
+        assert not_exercised({"layer-0": [short]}, ["float32"])[0].needed == needed, what
+        for case in (chosen, further):
+            assert what in case.about
+            assert not_exercised({"layer-0": [short, case]}, ["float32"]) == [], what
+            right, without = (stages_of(case, each, weights) for each in (spec, other))
+            last = f"step{len(case.chunks) - 1}.output"
+            assert (right[last] != without[last]).any(), what
+
+
+def test_far_boundaries_need_few_tokens():
+    """A boundary far from position 0 is crossed by few tokens, in the first call after the prompt;
+    a window that needs too many scores is listed as not exercised.
+    """
+    spec = with_rope(LongRopeScaling(2.0, 4096, SHORT, LONG)).replace(window_size=4096)
+    problem = make_problem(spec, "float32")
+    case = problem.case
+    assert case.seq_len == sum(case.chunks) == 11
+    assert case.first_position + case.chunks[0] == 4096
+    right = run_steps(reference.steps(problem, "float32"))
+    diagnosis = parity.diagnose({"step3.output": right["step3.output"]}, problem)
+    assert diagnosis.not_exercised == ("a window of 4096, with at least 4097 tokens",)
+    assert str(diagnosis).endswith("Not exercised: a window of 4096, with at least 4097 tokens")
+    # A number of tokens that is fixed leaves positions to choose.
+    short = Case("short", PLAIN.replace(window_size=5), "", seq_len=4, is_causal=True)
+    assert more_cases(short, ["float32"], with_more_tokens=False) == []
+    with refuses_type("case"):
+        make_problem(12, "float32")  # pyright: ignore[reportArgumentType]
+
+
+def test_outputs_of_many_scores_are_read():
+    """The outputs of calls whose scores are not stored are diagnosed, wrong or not."""
+    problem = make_problem(AttentionSpec(16, 64, head_dim=8, window_size=128), "float32")
+    right = run_steps(reference.steps(problem, "float32"))
+    outputs = {f"step{call}.output": right[f"step{call}.output"] for call in range(4)}
+    assert parity.diagnose(outputs, problem).kind == "none"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +153,7 @@ def test_buckets_show_at_stated_length(fields, tables, is_causal):
     """The stated number of tokens shows more buckets than one fewer, and all that can show."""
     spec = PLAIN.replace(**fields)
     weights = random_weights(spec)
-    (entry,) = not_exercised([("layer-0", spec)], 2, ["float32"])
+    (entry,) = missing_from(spec, num_tokens=2)
 
     def shows(bucket, num_tokens):
         changed = dict(weights)
@@ -118,9 +181,7 @@ def test_buckets_show_at_stated_length(fields, tables, is_causal):
 def test_layers_share_a_feature_entry():
     """Layers with the same hidden feature share an entry; a layer that shows its own has none."""
     wide, narrow = PLAIN.replace(window_size=20), PLAIN.replace(window_size=4)
-    entries = not_exercised(
-        [("layer-0", wide), ("layer-1", narrow), ("layer-2", wide)], 9, ["float32"]
-    )
+    entries = missing_from(wide, narrow, wide, num_tokens=9)
     assert [(entry.what, entry.layers) for entry in entries] == [
         ("a window of 20", ["layer-0", "layer-2"])
     ]
@@ -130,9 +191,9 @@ def test_hidden_scaling_depends_on_dtype():
     """A scaling that changes angles by less than bfloat16 rounds is listed for bfloat16 alone."""
     rope = Rope(1e8, scaling=Llama3Scaling(8.0, 1 << 20))
     spec = PLAIN.replace(rope=rope)
-    assert not_exercised([("layer-0", spec)], 9, ["float32"]) == []
-    assert not_exercised([("layer-0", spec)], 9, ["bfloat16", "float32"]) == []
-    (entry,) = not_exercised([("layer-0", spec)], 9, ["bfloat16"])
+    assert missing_from(spec, num_tokens=9) == []
+    assert missing_from(spec, num_tokens=9, dtypes=["bfloat16", "float32"]) == []
+    (entry,) = missing_from(spec, num_tokens=9, dtypes=["bfloat16"])
     unscaled = replace(rope, scaling=None)
     change = np.abs(rope.frequencies(8) - unscaled.frequencies(8)).max()
     assert entry.what == "the llama3 scaling of RoPE"

@@ -316,7 +316,7 @@ def test_shared_kv_comes_from_source_layer(name, tmp_path):
     def keep(trace, reference, comparisons):
         received[trace.problem.case.name] = trace.problem
 
-    report = run_model(tmp_path, ["torch"], against="transformers", on_judged=keep)
+    report = run_model(tmp_path, ["torch"], against="transformers", seq_len=9, on_judged=keep)
     assert not report.failed
     assert {each.case for each in report.skipped_cases} == {
         f"layer-{layer.index}-causal" for layer in layers if layer.kv_source is not None
@@ -1006,22 +1006,28 @@ def test_linear_attention_layers_are_counted(capsys, tmp_path):
 
 
 def test_unexercised_window_is_reported(gemma, capsys, tmp_path):
-    """A window of 10 is reported as not exercised by 9 tokens, but not with `--seq-len 11`."""
+    """A window of 10 has a case of its own, in the first layer that has it; with `--seq-len 9` it is
+    reported as not exercised, but not with `--seq-len 11`.
+    """
     folder = tmp_path / "wide"
     shutil.copytree(gemma, folder)
     config = json.loads((folder / "config.json").read_text()) | {"sliding_window": 10}
     (folder / "config.json").write_text(json.dumps(config))
     path = tmp_path / "r.json"
     command = ("run", "--model", folder, "--backends", "torch", "--quiet", "--json", path)
-    *_, line, _ = said(capsys, *command, "--against", "transformers").splitlines()
+    *_, line, _ = said(capsys, *command, "--seq-len", "9").splitlines()
     assert line.startswith("NOT exercised by 9 tokens: a window of 10 in layer-0, layer-1, ")
     assert "(--seq-len 11 would)" in line
     (entry,) = json.loads(path.read_text())["not_exercised"]
     assert (entry["what"], entry["num_tokens"], entry["needed"]) == ("a window of 10", 9, 11)
-    assert "NOT exercised" not in said(
-        capsys, *command, "--against", "transformers", "--seq-len", "11"
-    )
-    assert json.loads(path.read_text())["not_exercised"] == []
+    assert "NOT exercised" not in said(capsys, *command, "--seq-len", "11")
+    assert "NOT exercised" not in said(capsys, *command, "--against", "transformers")
+    report = json.loads(path.read_text())
+    assert report["not_exercised"] == []
+    names = ("layer-0-causal-15-tokens", "layer-0-decode-15-tokens")
+    assert report["exercised"] == [f"{name}: 15 tokens, for a window of 10" for name in names]
+    compared = {(result["case"], result["backend"]) for result in report["results"]}
+    assert {(names[0], "transformers"), (names[0], "torch"), (names[1], "torch")} <= compared
 
 
 @pytest.mark.parametrize(
