@@ -279,6 +279,9 @@ class Layer:
     ) -> dict[str, np.ndarray]:
         """Return the cache before a call, with the tokens rounded that earlier calls left exact.
 
+        All earlier tokens are rounded with them, as transformers does. That changes those that are
+        rounded already only by the rounding of the dtype.
+
         Args:
             values: stages before the call, with the previous cache.
             cache: the prefix of its stages.
@@ -291,7 +294,9 @@ class Layer:
             stage = f"previous.{cache}{name}"
             before[stage] = self.arithmetic.keep(values[stage]).copy()
         exact_now = self.exact_calls(index)
-        for call in self.exact_calls(index - 1):
+        if set(self.exact_calls(index - 1)) <= {*exact_now}:
+            return before
+        for call in range(index):
             if call in exact_now:
                 continue
             tokens = {}
