@@ -77,7 +77,7 @@ BY_STYLE: dict[str, dict[str, str]] = {
         "row-of-first": "",
         "length-of-first": "cache-slot-of-first",
         "length-of-longest": of_both("cache-position-of-longest"),
-        "padding-counted": "cache-length-with-padding " + of_both("cache-position-of-longest"),
+        "padding-counted": "cache-length-with-padding",
         "lengths-late": "cache-length-low cache-slot-early " + of_both("rope-off-by-minus-one"),
         "stale-values": "cache-slot-stale cache-values-missing",
         "stale-keys": "cache-slot-stale",
