@@ -183,6 +183,7 @@ def test_training_step_of_linen_is_tapped(rng):
     assert verdict.first.diagnosis.likely_bug == "grad-stopped-at-k"
 
 
+@pytest.mark.costly("a training step of JAX, operation by operation")
 def test_training_step_of_nnx_is_tapped(rng):
     """`nnx.grad`, which calls copies of modules, is tapped; the modules are as before."""
     layer = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
