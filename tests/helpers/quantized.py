@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,14 @@ class Quantizer:
         self.num_heads = num_heads
         self.of_first_call: dict[str, torch.Tensor] = {}
 
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest and the largest stored number."""
+        largest = LARGEST[self.quantization.dtype]
+        if self.quantization.zero_point == "none":
+            return -largest, largest
+        return 0.0, 2 * largest + 1
+
     def scales(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Return the scales of keys or values."""
         quantization = self.quantization
@@ -64,20 +73,48 @@ class Quantizer:
             shape = (1, 1, 1, 1) if len(own) == 1 else (1, self.num_heads, 1, -1)
             scales = torch.tensor(own).reshape(shape)
         else:
-            scales = self.computed(x, quantization.scale_per)
-            if quantization.scale_per in ("tensor", "head", "channel"):
-                scales = self.of_first_call.setdefault(name, scales)
+            scales = self.computed(self.source(name, x), quantization.scale_per_of(name))
         return scales.to(getattr(torch, quantization.scale_dtype)).float()
+
+    def source(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return the keys or values of which scales are computed."""
+        if self.quantization.scale_per_of(name) in ("tensor", "head", "channel"):
+            return self.of_first_call.setdefault(name, x)
+        return x
+
+    def zeros(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return the keys or values that are stored as 0."""
+        quantization = self.quantization
+        if quantization.zero_point == "none":
+            return torch.zeros(())
+        lowest, _ = self.range(self.source(name, x), quantization.scale_per_of(name))
+        if quantization.zero_point == "minimum":
+            return lowest.to(getattr(torch, quantization.scale_dtype)).float()
+        scales = self.scales(name, x)
+        return (lowest / scales).round() * scales
+
+    def range(self, x: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ends of groups of numbers."""
+        axes = SHARED_AXES[group]
+        if self.quantization.zero_point == "none":
+            size = x.abs().amax(axes, keepdim=True)
+            return -size, size
+        lowest, highest = x.amin(axes, keepdim=True), x.amax(axes, keepdim=True)
+        if self.quantization.zero_point == "integer":
+            return lowest.clamp(max=0), highest.clamp(min=0)
+        return lowest, highest
 
     def computed(self, x: torch.Tensor, group: str) -> torch.Tensor:
         """Return the scales of groups of numbers."""
-        size = x.abs().amax(SHARED_AXES[group], keepdim=True)
-        return torch.where(size > 0, size / LARGEST[self.quantization.dtype], 1.0)
+        lowest, highest = self.range(x, group)
+        smallest, largest = self.limits
+        size = highest - lowest
+        return torch.where(size > 0, size / (largest - smallest), 1.0)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Return numbers as they are stored."""
         dtype = self.quantization.dtype
-        x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
+        x = x.clamp(*self.limits)
         if dtype.startswith("int"):
             return x.round()
         return x.to(getattr(torch, dtype)).float()
@@ -85,8 +122,37 @@ class Quantizer:
 
 def rightly(quantizer: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
     """Return keys or values, rounded with their scales."""
-    scales = quantizer.scales(name, x)
-    return quantizer.rounded(x / scales) * scales
+    scales, zeros = quantizer.scales(name, x), quantizer.zeros(name, x)
+    return quantizer.rounded((x - zeros) / scales) * scales + zeros
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Keys and values of a call, 0 in padding, and where they are written."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    before: np.ndarray
+    added: np.ndarray
+
+    def read(
+        self, quantizer: Quantizer, through: Through, rope: Rope | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return them as they are read from the cache."""
+        dtype = self.keys.dtype
+        keys = through(quantizer, "keys", self.keys.float()).to(dtype)
+        if quantizer.quantization.before_rope:
+            keys = rotated(keys, self.positions, rope)
+        return keys, through(quantizer, "values", self.values.float()).to(dtype)
+
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: Any
+    ) -> None:
+        """Write real tokens into the cache."""
+        for b, (first, count) in enumerate(zip(self.before, self.added, strict=True)):
+            keys[b, :, first : first + count] = new_keys[b, :, :count]
+            values[b, :, first : first + count] = new_values[b, :, :count]
 
 
 def computed(
@@ -110,6 +176,7 @@ def computed(
     keys = torch.zeros(case.batch, spec.num_kv_heads, case.capacity, spec.head_dim, dtype=dtype)
     values = keys.clone()
     stages: dict[str, torch.Tensor] = {}
+    exact_calls: list[NewTokens] = []
     for step, chunk in enumerate(case.chunks):
         x = parity.to_torch(problem.step_input(step))
         before, added = np.array(case.lengths_before(step)), np.array(case.added(step))
@@ -123,13 +190,13 @@ def computed(
         unrotated = heads("k", spec.num_kv_heads)
         k, v = rotated(unrotated, positions, spec.rope), heads("v", spec.num_kv_heads)
         entering = unrotated if quantization.before_rope else k
-        new_keys = through(quantizer, "keys", entering.float() * is_real).to(dtype)
-        if quantization.before_rope:
-            new_keys = rotated(new_keys, positions, spec.rope)
-        new_values = through(quantizer, "values", v.float() * is_real).to(dtype)
-        for b, (first, count) in enumerate(zip(before, added, strict=True)):
-            keys[b, :, first : first + count] = new_keys[b, :, :count]
-            values[b, :, first : first + count] = new_values[b, :, :count]
+        new = NewTokens(entering * is_real, v * is_real, positions, before, added)
+        is_exact = quantization.exact == "new" or (quantization.exact == "first_call" and step == 0)
+        if is_exact:
+            new.write(keys, values, k, v)
+            exact_calls.append(new)
+        else:
+            new.write(keys, values, *new.read(quantizer, through, spec.rope))
         repeated = keys.repeat_interleave(group, 1).float()
         scores = q.float() @ repeated.mT / spec.head_dim**0.5
         mask = (torch.arange(case.capacity) > positions[:, :, None])[:, None]
@@ -148,6 +215,11 @@ def computed(
             "output": output,
         }
         stages |= {f"step{step}.{name}": x for name, x in call.items()}
+        num_exact = sum(tokens.positions.shape[1] for tokens in exact_calls)
+        if step == 0 or num_exact >= quantization.residual_length:
+            for tokens in exact_calls:
+                tokens.write(keys, values, *tokens.read(quantizer, through, spec.rope))
+            exact_calls = []
     return {name: parity.to_numpy(x) for name, x in stages.items()}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, LinearScaling, Llama3Scaling, Norm, Rope, YarnScaling
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem, make_problem
+from parity.measure.core.quantization import CacheQuantization
 
 LLAMA = AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope())
 META = replace(LLAMA, rope=Rope(pairs="interleaved"))
@@ -38,6 +39,7 @@ LEFT_PADDING = np.array([2, 0, 4])
 LEFT = {"batch": 3, "seq_len": 10, "chunks": (6, 1, 1, 1, 1), "capacity": 10,
         "mask": np.broadcast_to((np.arange(10) < LEFT_PADDING[:, None])[:, None, None], (3, 1, 10, 10)).copy(),
         "position_ids": np.maximum(np.arange(10) - LEFT_PADDING[:, None], 0)}  # fmt: skip
+SHORT = {"seq_len": 9, "chunks": (5, 1, 1, 2), "capacity": 9}
 STEPS = {"seq_len": 7, "chunks": (4, 1, 1, 1), "capacity": 10}
 
 LAYERS = {
@@ -110,6 +112,18 @@ LAYERS = {
              {"seq_len": 16, "chunks": (3, 1, 1, 1, 1, 3, 1, 1, 1, 3), "capacity": 16}),
     "ring-six": (replace(LLAMA, window_size=6),
                  {"seq_len": 14, "chunks": (4, 1, 1, 1, 1, 1, 3, 2), "capacity": 14}),
+    "cache-fp8": (LLAMA, {**SHORT, "cache_quantization": CacheQuantization(
+        "float8_e4m3fn", key_scales=[0.02], value_scales=[0.008])}),
+    "cache-fp8-heads": (LLAMA, {**SHORT, "cache_quantization": CacheQuantization(
+        "float8_e4m3fn", "head", key_scales=[0.02, 0.013], value_scales=[0.008, 0.017])}),
+    "cache-int8-token": (LLAMA, {**SHORT, "cache_quantization": CacheQuantization("int8", "token_head")}),
+    "cache-int8-head": (LLAMA, {**SHORT, "cache_quantization": CacheQuantization("int8", "head")}),
+    "cache-before-rope": (LLAMA, {**SHORT, "cache_quantization": CacheQuantization(
+        "int8", "channel", before_rope=True)}),
+    "cache-int8-zero": (LLAMA, {**SHORT, "cache_quantization": CacheQuantization(
+        "int8", "token_head", zero_point="integer")}),
+    "cache-kivi": (LLAMA, {**SHORT, "cache_quantization": CacheQuantization(
+        "int4", "channel", value_scale_per="token", zero_point="minimum")}),
     "gemma": (GEMMA, {"seq_len": 8, **CAUSAL}),
     "gemma-window": (replace(GEMMA, window_size=3), {"seq_len": 9, **CAUSAL}),
     "gemma-loud": (replace(GEMMA, qk_norm=None), {"seq_len": 8, "gain": 6.0, **CAUSAL}),

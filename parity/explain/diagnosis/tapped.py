@@ -13,6 +13,8 @@ import numpy as np
 from mha_spec import AttentionSpec, DynamicScaling, InputError, LongRopeScaling, Rope
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
+from parity.measure.core.quantization import FIXED, NAMES, SCALE_AXES, CacheQuantization
+from parity.measure.core.reference.quantized import range_of, scales_of_range
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import Weights, dtype_named
 from parity.port.tapping.record import TappedCall, TappedLayer, is_hidden
@@ -68,6 +70,9 @@ class Sequences:
         values: recorded values of real tokens, joined over the calls, by the names of `VALUES`.
         caches: by call and name, the attended keys and values, if they differ from those of the
             calls.
+        first_call: `keys` and `values` of the first call: of all sequences of the batch, padding
+            included, as a quantized cache computes its scales.
+        quantization: of the cache; None if it stores keys and values as they are.
     """
 
     rows: np.ndarray
@@ -75,6 +80,8 @@ class Sequences:
     chunks: tuple[int, ...]
     values: dict[str, np.ndarray]
     caches: dict[tuple[int, str], np.ndarray]
+    first_call: dict[str, np.ndarray]
+    quantization: CacheQuantization | None = None
 
     @property
     def is_cross(self) -> bool:
@@ -264,8 +271,48 @@ class Sequences:
 
     def problem_by_step(self, problem: Problem) -> Problem:
         """Return the problem call by call, with a cache."""
-        case = replace(problem.case, is_causal=False, chunks=self.chunks, capacity=len(self.tokens))
+        case = replace(
+            problem.case,
+            is_causal=False,
+            chunks=self.chunks,
+            capacity=len(self.tokens),
+            cache_quantization=self.quantization,
+        )
         return replace(problem, case=case)
+
+    def rounded_by(self, quantization: CacheQuantization) -> Sequences | None:
+        """Return the sequences with the quantization of their cache.
+
+        None if its scales also depend on other sequences or on padding, in a way that the recorded
+        keys and values do not show.
+        """
+        with_fixed_scales = [name for name in NAMES if quantization.scale_per_of(name) in FIXED]
+        is_calibrated = quantization.key_scales is not None
+        if is_calibrated or not with_fixed_scales or self._is_whole_batch:
+            return replace(self, quantization=quantization)
+        has_other_scales = len(with_fixed_scales) < len(NAMES) or quantization.has_zero_point
+        if has_other_scales or quantization.before_rope or not self.first_call:
+            return None
+        scales = {}
+        for name, x in self.first_call.items():
+            axes = SCALE_AXES[quantization.scale_per_of(name)]
+            lowest, highest = range_of(x.astype(np.float32), axes, quantization)
+            scales[name] = scales_of_range(lowest, highest, quantization).ravel()
+        calibrated = quantization.replace(key_scales=scales["keys"], value_scales=scales["values"])
+        return replace(self, quantization=calibrated)
+
+    @property
+    def _is_whole_batch(self) -> bool:
+        """Return whether the first call had these sequences alone, without padding."""
+        for x in self.first_call.values():
+            if x.shape[0] != len(self.rows) or x.shape[2] != self.chunks[0]:
+                return False
+        return True
+
+    @property
+    def is_rounded_at_once(self) -> bool:
+        """Return whether a call also attends to its own tokens as a quantized cache has them."""
+        return self.quantization is not None and self.quantization.exact == "none"
 
     def without(self, name: str) -> Sequences:
         """Return the sequences without one of the values."""
@@ -281,13 +328,15 @@ class Sequences:
         values = {}
         for name, x in self.values.items():
             values[name] = _taken(name, x, rows, tokens, is_cross=self.is_cross)
-        return Sequences(self.rows, self.tokens[tokens], self.chunks[:1], values, {})
+        of_prompt = replace(self, tokens=self.tokens[tokens], chunks=self.chunks[:1])
+        return replace(of_prompt, values=values, caches={}, quantization=None)
 
     def must_be_stepped(self, spec: AttentionSpec) -> bool:
         """Return True if all tokens at once give other results than call by call."""
         if self.is_cross:
             return False
-        if self.caches:
+        is_rounded = self.quantization is not None and len(self.chunks) > 1
+        if self.caches or is_rounded or self.is_rounded_at_once:
             return True
         if spec.rope is None:
             return False
@@ -366,6 +415,9 @@ def _by_padding(calls: list[TappedCall]) -> list[Sequences]:
         for name, part in CACHED_PARTS.items():
             if f"cache.{part}" in call.values:
                 caches[step, part] = _cache(call, joined, name)
+    first_call = {}
+    if {"k", "v"} <= calls[0].values.keys():
+        first_call = {part: calls[0].values[name] for name, part in CACHED_PARTS.items()}
     patterns, pattern_of_row = np.unique(_is_real(calls), axis=0, return_inverse=True)
     # Sequences without padding show more, and come first.
     most_tokens_first = np.argsort(-patterns.sum(axis=1), kind="stable")
@@ -386,7 +438,7 @@ def _by_padding(calls: list[TappedCall]) -> list[Sequences]:
         caches_of_rows = {}
         for step_and_part, x in caches.items():
             caches_of_rows[step_and_part] = _taken_cache(x, rows, tokens, is_cross=is_cross)
-        sequences.append(Sequences(rows, tokens, chunks, values, caches_of_rows))
+        sequences.append(Sequences(rows, tokens, chunks, values, caches_of_rows, first_call))
     return sequences
 
 

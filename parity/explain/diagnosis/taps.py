@@ -38,6 +38,7 @@ from parity.explain.diagnosis.trial import Scope, Trial
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.compare import Comparison, Label, first_difference
 from parity.measure.core.problem import Problem
+from parity.measure.core.quantization import CacheQuantization
 from parity.measure.core.reference import UNFUSED
 from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference
@@ -53,6 +54,14 @@ OTHER_LAYER = "configuration-of-another-layer"
 GAP = "padding lies between its real tokens, and it is unknown whether {fields} counts padding"
 """Reason why sequences are not compared."""
 
+ROUNDING = "how its cache rounds is not known, later calls were left out: pass cache_quantization"
+"""Reason why only the first call is compared, in which transformers attends to exact tokens."""
+
+QUANTIZED_CACHES = {
+    "Fp8QuantizedLayer": CacheQuantization("float8_e4m3fn", exact="first_call"),
+}
+"""Quantization of the caches of transformers that always round in the same way."""
+
 
 def check_tap(
     tapped: Tapped,
@@ -60,6 +69,7 @@ def check_tap(
     weights: LayerWeights | PlainWeights,
     *,
     is_causal: bool | None = None,
+    cache_quantization: CacheQuantization | None = None,
     diagnoses: bool = True,
 ) -> TapVerdict:
     """Compare each layer of a recording by itself with the float64 reference for the layer's own
@@ -76,6 +86,7 @@ def check_tap(
             which models with an encoder and a decoder need; or a list with the weights of each
             tapped layer.
         is_causal: True if tokens do not attend to later ones; by default as in `specs`, else True.
+        cache_quantization: how caches of 8 or 4 bits round, if the recording does not show it.
         diagnoses: False to skip the search for bugs.
 
     Returns:
@@ -101,6 +112,7 @@ def check_tap(
         specs_of_layers(specs, tapped.layers),
         weights_of_layers(weights, tapped.layers),
         is_causal,
+        cache_quantization,
         diagnoses=diagnoses,
     )
     return TapVerdict([judge.verdict(layer) for layer in tapped.layers])
@@ -140,7 +152,7 @@ class _TapJudge:
         tapped: the recording.
         specs: the specifications.
         weights: the weights.
-        is_causal: as in `check_tap`.
+        is_causal, cache_quantization: as in `check_tap`.
         diagnoses: whether to search for bugs.
     """
 
@@ -150,6 +162,7 @@ class _TapJudge:
         specs: Specs,
         weights: LayerWeights,
         is_causal: bool | None,
+        cache_quantization: CacheQuantization | None,
         *,
         diagnoses: bool,
     ) -> None:
@@ -157,6 +170,7 @@ class _TapJudge:
         self.specs = specs
         self.weights = weights
         self.is_causal = is_causal
+        self.cache_quantization = cache_quantization
         self.diagnoses = diagnoses
         self.is_transformers = bool(tapped.config)
         self.explained: list[_Explained] = []
@@ -189,6 +203,7 @@ class _TapJudge:
         is_causal = known.is_causal if self.is_causal is None else self.is_causal
         problems: list[tuple[Sequences, Problem]] = []
         rows_left_out: list[int] = []
+        calls_left_out = ""
         groups = sequences_of(layer)
         sources = sources_of(layer, known, self.layers, len(groups))
         for sequences, source in zip(groups, sources, strict=True):
@@ -200,6 +215,11 @@ class _TapJudge:
             if known.path and self.is_transformers and not known.is_at(layer.name):
                 # The module is only a part of the layer, as in BERT.
                 sequences = sequences.without("output")
+            rounded = self._with_quantization(sequences, layer, spec)
+            if rounded is None:
+                calls_left_out = ROUNDING
+                rounded = sequences.prompt
+            sequences = rounded
             problem = sequences.problem(
                 verdict.layer, spec, weights, is_causal=is_causal, source=source
             )
@@ -214,6 +234,8 @@ class _TapJudge:
             verdict = replace(
                 verdict, left_out=f"in sequence {rows} of its batch {verdict.left_out}"
             )
+        elif calls_left_out:
+            verdict = replace(verdict, left_out=calls_left_out)
         if verdict.difference is None:
             gradients, diagnosis = compared_gradients(
                 problems,
@@ -231,6 +253,20 @@ class _TapJudge:
         if edit is None:
             return verdict
         return replace(verdict, diagnosis=_with_cause(verdict.diagnosis, edit))
+
+    def _with_quantization(
+        self, sequences: Sequences, layer: TappedLayer, spec: AttentionSpec
+    ) -> Sequences | None:
+        """Return sequences with the quantization of their cache; None if it is not known."""
+        quantization = self.cache_quantization or QUANTIZED_CACHES.get(layer.cache)
+        if quantization is None:
+            is_exact = not layer.cache or len(sequences.chunks) == 1
+            return sequences if is_exact else None
+        # The reference has no quantized latents, and keys of another sequence are stored once.
+        if spec.latent is not None or sequences.is_cross:
+            return None
+        quantization.check_layer(spec)
+        return sequences.rounded_by(quantization)
 
     def _with_group(
         self, verdict: LayerVerdict, sequences: Sequences, problem: Problem, layer: TappedLayer
@@ -303,7 +339,8 @@ def _compared_stages(
         ways += _with_and_without_mask("by call", observed, reference.problem)
     else:
         ways += _with_and_without_mask("at once", observed, reference.problem)
-    if len(sequences.chunks) > 1 and not sequences.is_cross:
+    has_steps = len(sequences.chunks) > 1 and not sequences.is_cross
+    if has_steps and not sequences.is_rounded_at_once:
         if not is_stepped:
             by_step = sequences.problem_by_step(problem)
             ways += _with_and_without_mask("by call", sequences.stages_by_step, by_step)

@@ -1,13 +1,19 @@
-"""Record attention layers of a Flax model by intercepting calls of nnx and linen modules."""
+"""Record attention layers of a Flax model by intercepting calls of nnx and linen modules.
+
+Under `jax.grad` the values of a layer are tracers. A function with a backward pass of its own,
+which JAX calls with their numbers, shows these and their gradients.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import jax
 import numpy as np
 from flax import linen, nnx
 
@@ -69,6 +75,9 @@ class _FlaxListener:
         self.is_flaxs = _is_attention_of_flax(kind)
         self.values: dict[str, np.ndarray] = {}
         self.past: int | None = 0
+        # Whether the running call is differentiated by its input, and what then has a gradient.
+        self.has_gradients = False
+        self.names_of_gradients: list[str] = []
 
     def around(
         self,
@@ -84,14 +93,47 @@ class _FlaxListener:
             result = function(*args, **kwargs)
         finally:
             _OPEN.remove(self)
-        results = result if isinstance(result, tuple) else (result,)
-        arrays = [x for x in results if _is_array(x)]  # some return their cache first
-        if arrays:
-            self.values["output"] = _values_of(arrays[0])
-        if _is_ours(module) and arrays[1:]:
-            self.values["attn_weights"] = _values_of(arrays[1])
+        results = list(result) if isinstance(result, tuple) else [result]
+        places = [place for place, x in enumerate(results) if _is_array(x)]
+        if places:
+            # Some return their cache first.
+            output = results[places[0]]
+            self.values["output"] = _values_of(output)
+            results[places[0]] = self._with_cotangent(output)
+        if _is_ours(module) and places[1:]:
+            self.values["attn_weights"] = _values_of(results[places[1]])
         self.layer.calls.append(TappedCall(self.values, self.past))
-        return result
+        return tuple(results) if isinstance(result, tuple) else results[0]
+
+    def _with_cotangent(self, output: Any) -> Any:
+        """Return the output of the layer, whose gradient is recorded when it is computed.
+
+        The backward pass of the layer begins there. A gradient that it does not reach is 0.
+        """
+        if not _is_tracer(output):
+            return output
+        values = self.values
+        names = tuple(self.names_of_gradients)
+
+        def record(gradient: Any) -> None:
+            values["grad.output"] = _values_of(gradient)
+            for name in names:
+                values.setdefault(name, np.zeros_like(values[name.removeprefix("grad.")]))
+
+        return _observed(_ignore, record, output)
+
+    def _with_gradient(self, name: str, x: Any) -> Any:
+        """Return heads (B, T, N, H), whose gradient is recorded when it is computed."""
+        if self.has_gradients:
+            self.names_of_gradients.append(name)
+        if not _is_tracer(x):
+            return x
+        values = self.values
+
+        def record(gradient: Any) -> None:
+            values[name] = _values_of(gradient).swapaxes(1, 2)
+
+        return _observed(_ignore, record, x)
 
     def _called(
         self,
@@ -103,7 +145,7 @@ class _FlaxListener:
         """Record what the layer receives."""
         arguments = arguments_of(function, args, kwargs)
         arrays = {name: x for name, x in arguments.items() if _is_array(x)}
-        self.values = {}
+        self.values, self.names_of_gradients, self.has_gradients = {}, [], False
         if arrays:
             self._record_inputs(arrays)
         mask: Any = arguments.get("mask")
@@ -123,6 +165,7 @@ class _FlaxListener:
         """
         other_arrays = dict(arrays)
         layer_input = other_arrays.pop(next(iter(arrays)))
+        self.has_gradients = _is_tracer(layer_input)
         self.values["input"] = _values_of(layer_input)
         key_input = _first_of(other_arrays, KEY_INPUTS)
         if key_input is None:
@@ -136,14 +179,20 @@ class _FlaxListener:
         if positions is not None:
             self.values["positions"] = _values_of(positions)
 
-    def part_called(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Record the output of a submodule."""
-        if not self.is_flaxs:
-            return
-        if name in HEADS and _is_array(result) and result.ndim == 4:
-            self.values[HEADS[name]] = _values_of(result).swapaxes(1, 2)
-        elif name == "out" and args and _is_array(args[0]) and args[0].ndim == 4:
+    def part_called(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Record the input of the output projection, and return the arguments."""
+        if self.is_flaxs and name == "out" and args and _is_array(args[0]) and args[0].ndim == 4:
             self.values["context"] = _values_of(args[0]).swapaxes(1, 2)
+            return (self._with_gradient("grad.context", args[0]), *args[1:])
+        return args
+
+    def part_returned(self, name: str, result: Any) -> Any:
+        """Record the output of a submodule, and return it."""
+        if self.is_flaxs and name in HEADS and _is_array(result) and result.ndim == 4:
+            head = HEADS[name]
+            self.values[head] = _values_of(result).swapaxes(1, 2)
+            return self._with_gradient(f"grad.{head}", result)
+        return result
 
     def sown(self, name: str, value: Any) -> None:
         """Record a value that the layer sows."""
@@ -174,14 +223,56 @@ def _differ(one: Any, other: Any) -> bool:
     return not np.array_equal(_values_of(one), _values_of(other))
 
 
+def _is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
 def _values_of(x: Any) -> np.ndarray:
-    if any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
+    """Return an array as NumPy's, also that of a tracer of `jax.grad`."""
+    numbers = [x]
+    if _is_tracer(x):
+        _observed(numbers.append, _ignore, x)
+    if _is_tracer(numbers[-1]):
         raise InputTypeError(
             "model",
             "not be compiled while it is tapped",
             "a tracer: call it under jax.disable_jit()",
         )
-    return to_numpy(x).copy()
+    return to_numpy(numbers[-1]).copy()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _observed(record: Callable[[Any], None], record_gradient: Callable[[Any], None], x: Any) -> Any:
+    """Return an array as it is.
+
+    Args:
+        record: called with the array.
+        record_gradient: called with its gradient, in the backward pass.
+        x: the array.
+    """
+    record(x)
+    return x
+
+
+def _observed_forward(
+    record: Callable[[Any], None], record_gradient: Callable[[Any], None], x: Any
+) -> tuple[Any, None]:
+    record(x)
+    return x, None
+
+
+def _observed_backward(
+    record: Callable[[Any], None], record_gradient: Callable[[Any], None], _: None, gradient: Any
+) -> tuple[Any]:
+    record_gradient(gradient)
+    return (gradient,)
+
+
+_observed.defvjp(_observed_forward, _observed_backward)
+
+
+def _ignore(_: Any) -> None:
+    """Record nothing."""
 
 
 def _is_array(x: Any) -> bool:
@@ -250,22 +341,46 @@ def _tap_nnx(
     for path, module in nnx.iter_modules(model):
         modules[".".join(map(str, path))] = module
     names = sorted(chosen(modules, patterns), key=_in_order)
-    listeners: dict[int, _FlaxListener] = {}
-    parts: dict[int, tuple[_FlaxListener, str]] = {}
+    listeners: dict[int | str, _FlaxListener] = {}
+    parts: dict[int | str, tuple[_FlaxListener, str]] = {}
     for place, name in enumerate(names):
         module = modules[name]
         layer = TappedLayer(name, place, type(module).__name__)
         tapped.layers.append(layer)
-        listener = listeners[id(module)] = _FlaxListener(layer, module, type(module))
+        listener = _FlaxListener(layer, module, type(module))
+        listeners[id(module)] = listeners[_marked(module, stack)] = listener
         for part in (*HEADS, "out"):
             child = getattr(module, part, None)
             if isinstance(child, nnx.Module):
-                parts[id(child)] = (listener, part)
+                parts[id(child)] = parts[_marked(child, stack)] = (listener, part)
     recorded = listeners.keys() | parts.keys()
     # A call is looked up in the class, not in the instance.
     classes = {type(module) for module in modules.values() if id(module) in recorded}
     for owner in classes:
         _around_class(owner, listeners, parts, stack)
+
+
+MARK = "tapped_by_parity"
+"""Attribute of tapped modules: `nnx.grad` calls copies of them, which have it as well."""
+
+_NUMBERS = itertools.count()
+
+
+def _marked(module: Any, stack: ExitStack) -> str:
+    """Return the mark of a module, which the stack removes."""
+    mark = getattr(module, MARK, None)
+    if mark is None:
+        mark = f"module {next(_NUMBERS)}"
+        setattr(module, MARK, mark)
+        stack.callback(delattr, module, MARK)
+    return mark
+
+
+def _found(table: Mapping[int | str, Any], module: Any) -> Any:
+    """Return the entry of a module or of what it is a copy of; None if it has none."""
+    if id(module) in table:
+        return table[id(module)]
+    return table.get(getattr(module, MARK, ""))
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
@@ -283,8 +398,8 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 def _around_class(
     owner: Any,
-    listeners: dict[int, _FlaxListener],
-    parts: dict[int, tuple[_FlaxListener, str]],
+    listeners: dict[int | str, _FlaxListener],
+    parts: dict[int | str, tuple[_FlaxListener, str]],
     stack: ExitStack,
 ) -> None:
     """Wrap the calls of a class: layers are recorded, and their submodules by their layers."""
@@ -293,13 +408,16 @@ def _around_class(
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) in listeners:
-            return listeners[id(self)].around(self, functools.partial(original, self), args, kwargs)
-        result = original(self, *args, **kwargs)
-        if id(self) in parts:
-            listener, name = parts[id(self)]
-            listener.part_called(name, args, result)
-        return result
+        layer = _found(listeners, self)
+        if layer is not None:
+            layer.module = self
+            return layer.around(self, functools.partial(original, self), args, kwargs)
+        part = _found(parts, self)
+        if part is None:
+            return original(self, *args, **kwargs)
+        listener, name = part
+        args = listener.part_called(name, args)
+        return listener.part_returned(name, original(self, *args, **kwargs))
 
     owner.__call__ = call
 
@@ -339,10 +457,11 @@ class _LinenTap:
             # `call` takes any arguments; the names of the module's parameters are needed.
             function = functools.wraps(functools.partial(type(module).__call__, module))(call)
             return self.listeners[path].around(module, function, args, kwargs)
-        result = call(*args, **kwargs)
-        if path and _OPEN and _OPEN[-1] is self.listeners.get(path[:-1]):
-            _OPEN[-1].part_called(path[-1], args, result)
-        return result
+        if not path or not _OPEN or _OPEN[-1] is not self.listeners.get(path[:-1]):
+            return call(*args, **kwargs)
+        listener = _OPEN[-1]
+        args = listener.part_called(path[-1], args)
+        return listener.part_returned(path[-1], call(*args, **kwargs))
 
     def _is_chosen(self, name: str, class_name: str) -> bool:
         if self.patterns is None:

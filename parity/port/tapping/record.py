@@ -57,7 +57,7 @@ observed, outputs of projections are stored as `projections.<name>`.
 `segment_ids` tells which tokens of one sequence attend to each other, if the attention function was
 called once per segment. Its inputs and outputs are then joined.
 
-`grad.output` and others are gradients of a training step, of the layers of transformers.
+`grad.output` and others are gradients of a training step, of the layers of transformers and Flax.
 
 A layer that attends to another sequence has `key_input`, `k` and `v` in the first of several calls
 with a cache, and `key_is_real` is False for padding of that sequence. `value_input` is present only
@@ -98,6 +98,8 @@ class TappedLayer:
         scale, window, soft_cap: arguments of its attention function: the factor of scores, the
             number of last tokens to attend to, and the bound of scores. Without such a function,
             those of its operations; None if unknown.
+        cache: the class of transformers whose quantized cache it has, such as `Fp8QuantizedLayer`;
+            empty for other caches.
         not_seen: why neither an attention function nor attention operations were observed; empty if
             they were.
         calls: its calls, in order.
@@ -113,6 +115,7 @@ class TappedLayer:
     scale: float | None = None
     window: int | None = None
     soft_cap: float | None = None
+    cache: str = ""
     not_seen: str = ""
     calls: list[TappedCall] = field(default_factory=list, repr=False)
 
@@ -235,7 +238,7 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
         counts += [number for number in (past, first_key) if number is not None]
     layer = TappedLayer(**{**fields, "calls": calls})
     counts += [layer.index, layer.training]  # in Python, True and False are integers
-    texts = (layer.name, layer.module, layer.kind, layer.attention, layer.not_seen)
+    texts = (layer.name, layer.module, layer.kind, layer.attention, layer.cache, layer.not_seen)
     arguments = (layer.scale, layer.window, layer.soft_cap)
     are_texts = all(isinstance(text, str) for text in texts)
     numbers = [argument for argument in arguments if argument is not None]

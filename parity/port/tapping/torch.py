@@ -592,6 +592,7 @@ class _TorchListener:
             self.values |= _joined([*self.segments, self.values])
         if "q" not in self.values:
             self.values |= self.projections
+        self.layer.cache = _quantized_cache(self.cache, self.layer.index) or self.layer.cache
         self.layer.calls.append(TappedCall(self.values, self.past, self.first_key))
         self.values, self.projections, self.segments, self.cache = {}, {}, [], None
 
@@ -742,6 +743,17 @@ def _first_tensor(arguments: Mapping[str, Any], names: tuple[str, ...]) -> Tenso
         if isinstance(x, Tensor):
             return x
     return None
+
+
+def _quantized_cache(cache: Any, index: int) -> str:
+    """Return the class of transformers of a layer's quantized cache; empty if it has none."""
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    if index >= len(layers):
+        return ""
+    for kind in type(layers[index]).__mro__:
+        if kind.__module__ == "transformers.cache_utils" and "Quantized" in kind.__name__:
+            return kind.__name__
+    return ""
 
 
 def _num_cached(cache: Any, index: int) -> int | None:

@@ -132,8 +132,15 @@ def _quantization(case: Case) -> Settings:
     if quantization is None:
         return []
     group = quantization.scale_per.replace("_", " and ")
+    other = (quantization.value_scale_per or quantization.scale_per).replace("_", " and ")
     return [
         (f"{quantization.dtype} cache, a scale per {group}", True),
+        (f"for values per {other}", other != group),
+        (f"a zero point: {quantization.zero_point}", quantization.has_zero_point),
+        (
+            f"exact in attention: {quantization.exact.replace('_', ' ')}",
+            quantization.exact != "none",
+        ),
         ("keys cached before RoPE", quantization.before_rope),
     ]
 

@@ -294,7 +294,9 @@ def bug_by_name() -> dict[str, Edit]:
     bugs += known_bugs(replace(CASES["rope-gqa"], seq_len=7, is_causal=True, **own))
     # No case has a quantized cache, or one with other slots.
     cached = CASES["decode-gqa-rope"]
-    bugs += known_bugs(replace(cached, cache_quantization=CacheQuantization("int8", "head")))
+    for zero_point in ("none", "integer"):
+        quantization = CacheQuantization("int8", "head", zero_point=zero_point)
+        bugs += known_bugs(replace(cached, cache_quantization=quantization))
     bugs += known_bugs(replace(cached, cache_slots=np.arange(cached.seq_len)[None]))
     padding = np.arange(cached.capacity) < 1
     positions = np.maximum(np.arange(cached.seq_len) - 1, 0)[None]

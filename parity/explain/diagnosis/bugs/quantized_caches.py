@@ -11,7 +11,13 @@ from parity.explain.diagnosis.bugs.families import CACHE_QUANTIZATION
 from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.bugs.sites import after, always, for_names
 from parity.measure.core.case import Case
-from parity.measure.core.quantization import FIXED, LARGEST, SCALE_AXES, CacheQuantization
+from parity.measure.core.quantization import (
+    FIXED,
+    LARGEST,
+    NUM_STEPS,
+    SCALE_AXES,
+    CacheQuantization,
+)
 from parity.measure.core.reference import Layer
 
 NAMES = {
@@ -43,7 +49,9 @@ def quantized_caches(case: Case) -> Iterator[Edit]:
     for words in ("values", "keys", "keys and values"):
         yield _zero(bug, words, NAMES[words])
     for words, names in NAMES.items():
-        yield from _of_scales(bug, words, names)
+        yield from _of_scales(bug, words, names, quantization)
+        if quantization.has_zero_point:
+            yield from _of_zero_points(bug, words, names, quantization)
         yield rounding(
             "cache-not-quantized",
             f"cached {words} are not quantized",
@@ -60,7 +68,8 @@ def quantized_caches(case: Case) -> Iterator[Edit]:
                 fix="round before the conversion: a conversion to integers truncates",
             )
     for dtype in LARGEST:
-        if dtype != quantization.dtype:
+        has_such_numbers = dtype in NUM_STEPS or not quantization.has_zero_point
+        if dtype != quantization.dtype and has_such_numbers:
             other = quantization.replace(dtype=dtype)
             yield rounding(
                 "cache-other-dtype",
@@ -81,7 +90,12 @@ def _zero(bug: Callable[..., Edit], words: str, names: tuple[str, ...]) -> Edit:
     )
 
 
-def _of_scales(bug: Callable[..., Edit], words: str, names: tuple[str, ...]) -> Iterator[Edit]:
+def _of_scales(
+    bug: Callable[..., Edit],
+    words: str,
+    names: tuple[str, ...],
+    quantization: CacheQuantization,
+) -> Iterator[Edit]:
     rounding = partial(bug, is_rounding=True)
     one = always(np.ones((1, 1, 1, 1)))
     yield rounding(
@@ -99,7 +113,7 @@ def _of_scales(bug: Callable[..., Edit], words: str, names: tuple[str, ...]) -> 
     yield bug(
         "cache-scale-missing",
         f"cached {words} are stored without their scales, and read with them",
-        {"quantized": for_names(names, _stored_without_scales)},
+        {"before_rounding": for_names(names, _not_divided)},
         fix="divide by the scales before rounding",
     )
     yield bug(
@@ -110,6 +124,39 @@ def _of_scales(bug: Callable[..., Edit], words: str, names: tuple[str, ...]) -> 
     )
 
 
+def _of_zero_points(
+    bug: Callable[..., Edit],
+    words: str,
+    names: tuple[str, ...],
+    quantization: CacheQuantization,
+) -> Iterator[Edit]:
+    yield bug(
+        "cache-zero-point-missing",
+        f"cached {words} are read without their zero points",
+        {"zeros_when_read": for_names(names, _no_zeros)},
+        fix="add the zero point to what is read, as it was subtracted from what is stored",
+    )
+    yield bug(
+        "cache-zero-point-missing",
+        f"cached {words} are stored without their zero points, and read with them",
+        {"before_rounding": for_names(names, _not_shifted)},
+        fix="subtract the zero point before rounding: stored numbers have no sign",
+    )
+    yield bug(
+        "cache-zero-point-sign",
+        f"zero points of cached {words} have the wrong sign when they are read",
+        {"zeros_when_read": for_names(names, after(np.negative))},
+        fix="an integer zero point is subtracted from stored numbers; a minimum is added",
+    )
+    if quantization.zero_point == "integer":
+        yield bug(
+            "cache-zero-point-unscaled",
+            f"zero points of cached {words} are subtracted after the scale instead of before",
+            {"zeros_when_read": for_names(names, _unscaled_zeros)},
+            fix="read (number - zero point) * scale",
+        )
+
+
 def _of_groups(
     bug: Callable[..., Edit],
     words: str,
@@ -117,30 +164,35 @@ def _of_groups(
     quantization: CacheQuantization,
 ) -> Iterator[Edit]:
     """Yield scales along other axes."""
-    right = quantization.scale_per
     is_calibrated = quantization.key_scales is not None
+    computed = {}
+    if is_calibrated:
+        computed = {"calibrated_scales": for_names(names, always(None))}
+    groups = {quantization.scale_per_of(name) for name in names}
     for group in SCALE_AXES:
-        about = f"cached {words} have a scale for {GROUPS[group]} instead of {GROUPS[right]}"
-        if group == right and is_calibrated:
+        about = f"cached {words} have a scale for {GROUPS[group]}"
+        if groups == {group} and is_calibrated:
             about = f"the scales of cached {words} are computed instead of the calibrated ones"
-        elif group == right:
+        elif groups == {group}:
             continue
-        scales = for_names(names, partial(_scales_per, group))
-        yield bug("cache-scale-axis", about, {"cache_scales": scales})
-    if not is_calibrated and right in FIXED:
+        elif len(groups) == 1:
+            about += f" instead of {GROUPS[min(groups)]}"
+        other = {"scale_group": for_names(names, always(group)), **computed}
+        yield bug("cache-scale-axis", about, other)
+    if not is_calibrated and groups <= {*FIXED}:
         yield bug(
             "cache-scale-axis",
             f"the scales of cached {words} are those of each call, not of the first",
-            {"cache_scales": for_names(names, _scales_of_the_call)},
+            {"cached_range": for_names(names, _range_of_the_call)},
             fix="keep the scales of the first call: stored numbers belong to them",
         )
-    if right in ("head", "token_head", "channel"):
+    if groups <= {"head", "token_head", "channel"}:
         yield bug(
             "cache-scale-axis",
             f"cached {words} of all heads have the scales of the first head",
             {"cache_scales": for_names(names, after(_of_first_head))},
         )
-    if right == "channel":
+    if groups == {"channel"}:
         yield bug(
             "cache-scale-axis",
             f"the scales of cached {words} are read feature by feature instead of head by head",
@@ -150,19 +202,24 @@ def _of_groups(
 
 def _exchanged(bug: Callable[..., Edit], case: Case) -> Iterator[Edit]:
     quantization, spec = case.cache_quantization, case.spec
-    is_per_channel = quantization is not None and quantization.scale_per == "channel"
-    if is_per_channel and spec.head_dim != spec.value_head_dim:
+    if quantization is None or quantization.value_scale_per not in (None, quantization.scale_per):
         return
-    for where, method in (("", "cache_scales"), ("when they are read, ", "scales_when_read")):
-        is_rounding = method == "cache_scales"
+    if quantization.scale_per == "channel" and spec.head_dim != spec.value_head_dim:
+        return
+    stored, when_read = ["cache_scales"], ["scales_when_read"]
+    if quantization.has_zero_point:
+        # A zero point is kept next to its scale.
+        stored.append("cache_zeros")
+        when_read.append("zeros_when_read")
+    for where, methods in (("", stored), ("when they are read, ", when_read)):
         for words, names in NAMES.items():
             about = f"{where}cached {words} have the scales of {_others(words)}"
             yield bug(
                 "cache-scales-exchanged",
                 about,
-                {method: for_names(names, _scales_of_other)},
+                {method: for_names(names, _of_other) for method in methods},
                 fix="use the scales of keys for keys, and those of values for values",
-                is_rounding=is_rounding,
+                is_rounding=methods is stored,
             )
 
 
@@ -204,49 +261,48 @@ def _as_they_are(_: Layer, __: Override, name: str, tokens: Tokens, first: Token
 
 
 def _truncated(layer: Layer, _: Override, name: str, tokens: Tokens, first: Tokens) -> np.ndarray:
-    numbers = tokens[name] / layer.cache_scales(name, tokens, first)
-    largest = layer.cache_quantization().largest
+    numbers = layer.before_rounding(name, tokens, first)
+    limits = layer.cache_quantization().limits
     # The largest number is stored exactly, unless a rounding error makes it a little smaller.
-    rounded = np.trunc(np.clip(numbers * (1.0 + CLOSE), -largest, largest))
+    rounded = np.trunc(np.clip(numbers * (1.0 + CLOSE), *limits))
     if layer.arithmetic.wide != np.float64:
         # An implementation may return the number before it: the middle allows both.
-        rounded = (rounded + np.trunc(numbers * (1.0 - CLOSE))) / 2
-    return rounded * layer.scales_when_read(name, tokens, first)
+        rounded = (rounded + np.trunc(np.clip(numbers * (1.0 - CLOSE), *limits))) / 2
+    return layer.read(name, rounded, tokens, first)
 
 
 CLOSE = 2.0**-18
 """Relative distance at which a number counts as the stored one."""
 
 
-def _stored_without_scales(
-    layer: Layer, _: Override, name: str, tokens: Tokens, first: Tokens
+def _not_divided(layer: Layer, _: Override, name: str, tokens: Tokens, first: Tokens) -> np.ndarray:
+    if layer.cache_quantization().has_zero_point:
+        return tokens[name] - layer.cache_zeros(name, tokens, first)
+    return tokens[name]
+
+
+def _not_shifted(layer: Layer, _: Override, name: str, tokens: Tokens, first: Tokens) -> np.ndarray:
+    return tokens[name] / layer.cache_scales(name, tokens, first)
+
+
+def _no_zeros(_: Layer, original: Override, name: str, tokens: Tokens, first: Tokens) -> np.ndarray:
+    return np.zeros_like(original(name, tokens, first))
+
+
+def _unscaled_zeros(
+    layer: Layer, original: Override, name: str, tokens: Tokens, first: Tokens
 ) -> np.ndarray:
-    return layer.stored_numbers(tokens[name]) * layer.scales_when_read(name, tokens, first)
+    zeros = original(name, tokens, first)
+    return np.rint(zeros / layer.cache_scales(name, tokens, first))
 
 
-def _scales_per(
-    group: str,
-    layer: Layer,
-    _: Override,
-    name: str,
-    tokens: Tokens,
-    first: Tokens,
-) -> np.ndarray:
-    source = tokens
-    if group in FIXED:
-        source = first
-    return layer.computed_scales(source[name], SCALE_AXES[group])
-
-
-def _scales_of_the_call(
+def _range_of_the_call(
     _: Layer, original: Override, name: str, tokens: Tokens, first: Tokens
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
     return original(name, tokens, tokens)
 
 
-def _scales_of_other(
-    _: Layer, original: Override, name: str, tokens: Tokens, first: Tokens
-) -> np.ndarray:
+def _of_other(_: Layer, original: Override, name: str, tokens: Tokens, first: Tokens) -> np.ndarray:
     return original(OTHER[name], tokens, first)
 
 

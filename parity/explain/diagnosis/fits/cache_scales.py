@@ -35,12 +35,17 @@ def cache_scales(difference: Difference, recompute: Recompute) -> Iterator[Edit]
     if problem is None or stage.quantity not in NAMES or stage.step is None:
         return
     quantization = problem.case.cache_quantization
-    if quantization is None or quantization.scale_per not in FIXED:
-        return
     name, own_stage = NAMES[stage.quantity]
+    if quantization is None or quantization.has_zero_point:
+        return
+    if stage.step in quantization.exact_calls(problem.case.chunks, stage.step):
+        return
+    scale_per = quantization.scale_per_of(name)
+    if scale_per not in FIXED:
+        return
     slots = _new_slots(problem.case, stage.step, difference.expected.shape)
     trial = StageTrial(difference, recompute)
-    factors = _factors(difference, slots, quantization.scale_per)
+    factors = _factors(difference, slots, scale_per)
     if factors is not None:
         edit = with_scales_when_read(name, factors)
         if trial.explains(edit):
@@ -51,7 +56,7 @@ def cache_scales(difference: Difference, recompute: Recompute) -> Iterator[Edit]
     if new is None or quantization.before_rope:
         return
     tokens = _in_slots(problem.case, stage.step, new, difference.expected.shape)
-    scales = _scales(difference, slots, tokens, quantization.scale_per, quantization.dtype)
+    scales = _scales(difference, slots, tokens, scale_per, quantization.dtype)
     if scales is None:
         return
     edit = with_scales(name, scales)

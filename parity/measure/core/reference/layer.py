@@ -5,9 +5,10 @@ Each method is a step that a known bug may replace.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from mha_spec import (
     YarnScaling,
 )
 from parity.measure.core.problem import Problem
-from parity.measure.core.quantization import FIXED, CacheQuantization
+from parity.measure.core.quantization import FIXED, SCALE_AXES, CacheQuantization
 from parity.measure.core.reference import norms, quantized
 from parity.measure.core.reference.arithmetic import Arithmetic
 from parity.measure.core.reference.rope import amplitude, axes, frequencies, pair_slices
@@ -273,11 +274,67 @@ class Layer:
             heads[name] = self.leaving_cache(name, stored, positions)
         return heads
 
+    def rounded_later(
+        self, values: Values, cache: str, first: dict[str, np.ndarray], index: int
+    ) -> dict[str, np.ndarray]:
+        """Return the cache before a call, with the tokens rounded that earlier calls left exact.
+
+        All earlier tokens are rounded with them, as transformers does. That changes those that are
+        rounded already only by the rounding of the dtype.
+
+        Args:
+            values: stages before the call, with the previous cache.
+            cache: the prefix of its stages.
+            first: `keys` and `values` of the first call.
+            index: number of the call.
+        """
+        case = self.problem.case
+        before = {}
+        for name in first:
+            stage = f"previous.{cache}{name}"
+            before[stage] = self.arithmetic.keep(values[stage]).copy()
+        exact_now = self.exact_calls(index)
+        if set(self.exact_calls(index - 1)) <= {*exact_now}:
+            return before
+        for call in range(index):
+            if call in exact_now:
+                continue
+            tokens = {}
+            for name in first:
+                tokens[name] = self.tokens_of_call(before[f"previous.{cache}{name}"], call)
+            for name, read in self.read_back(tokens, first, call).items():
+                slots = before[f"previous.{cache}{name}"]
+                for b, count in enumerate(case.added(call)):
+                    slots[b][:, self.slots_of_call(b, call)] = read[b, :, :count]
+        return before
+
+    def exact_calls(self, index: int) -> tuple[int, ...]:
+        """Return the calls whose tokens a call attends to before they are rounded."""
+        return self.cache_quantization().exact_calls(self.problem.case.chunks, index)
+
+    def tokens_of_call(self, slots: np.ndarray, call: int) -> np.ndarray:
+        """Return the tokens that a call added to a cache (B, K, slots, H), and 0 in padding."""
+        case = self.problem.case
+        shape = (*slots.shape[:2], case.chunks[call], slots.shape[3])
+        tokens = np.zeros(shape, slots.dtype)
+        for b, count in enumerate(case.added(call)):
+            tokens[b, :, :count] = slots[b][:, self.slots_of_call(b, call)]
+        return tokens
+
+    def slots_of_call(self, b: int, call: int) -> np.ndarray:
+        """Return the slots of the real tokens that a call adds to a sequence."""
+        case = self.problem.case
+        return case.slots_of(call)[b, : case.added(call)[b]]
+
     def entering_cache(self, heads: dict[str, np.ndarray], index: int) -> dict[str, np.ndarray]:
-        """Return keys and values of a call as they enter a quantized cache: wide, 0 in padding."""
+        """Return keys and values of a call as they enter a quantized cache: wide.
+
+        Padding repeats the first token of its sequence, so that it changes no scale.
+        """
         a, case = self.arithmetic, self.problem.case
         chunk = np.arange(case.chunks[index])
-        is_real = (chunk < np.array(case.added(index))[:, None])[:, None, :, None]
+        added = np.array(case.added(index))[:, None, None, None]
+        is_real = chunk[:, None] < added
         zero = np.zeros((), a.wide)
         entering = {}
         for name, x in heads.items():
@@ -285,7 +342,9 @@ class Layer:
                 x = self.rotate(x, case.positions(index), -1)
                 # Both directions multiply by the factor of cosines and sines.
                 x = a.widen(x) / a.wide.type(self.attention_factor() ** 2)
-            entering[name] = np.where(is_real, a.widen(x), zero)
+            x = a.widen(x)
+            padding = np.where(added > 0, x[:, :, :1], zero)
+            entering[name] = np.where(is_real, x, padding)
         return entering
 
     def leaving_cache(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -302,24 +361,70 @@ class Layer:
     def quantized(
         self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return keys or values, rounded to stored numbers, times their scales."""
-        numbers = self.arithmetic.between(tokens[name] / self.cache_scales(name, tokens, first))
-        return self.stored_numbers(numbers) * self.scales_when_read(name, tokens, first)
+        """Return keys or values as they are read: stored numbers times scales, plus zeros."""
+        stored = self.stored_numbers(self.before_rounding(name, tokens, first))
+        return self.read(name, stored, tokens, first)
+
+    def before_rounding(
+        self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """Return keys or values as multiples of their scales."""
+        x = tokens[name]
+        if self.cache_quantization().has_zero_point:
+            x = self.arithmetic.between(x - self.cache_zeros(name, tokens, first))
+        return self.arithmetic.between(x / self.cache_scales(name, tokens, first))
+
+    def read(
+        self,
+        name: str,
+        stored: np.ndarray,
+        tokens: dict[str, np.ndarray],
+        first: dict[str, np.ndarray],
+    ) -> np.ndarray:
+        """Return stored numbers as keys or values."""
+        x = stored * self.scales_when_read(name, tokens, first)
+        if self.cache_quantization().has_zero_point:
+            x = self.arithmetic.between(x) + self.zeros_when_read(name, tokens, first)
+        return x
 
     def cache_scales(
         self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
     ) -> np.ndarray:
         """Return the scales of keys or values, (1 or B, 1 or K, 1 or T, 1 or H)."""
-        quantization, num_heads = self.cache_quantization(), self.problem.spec.num_kv_heads
-        scales = quantized.calibrated_scales(quantization, name, num_heads, self.arithmetic.wide)
+        quantization = self.cache_quantization()
+        scales = self.calibrated_scales(name)
         if scales is None:
-            source = first if quantization.scale_per in FIXED else tokens
-            scales = self.computed_scales(source[name], quantized.scale_axes(quantization))
+            lowest, highest = self.cached_range(name, tokens, first)
+            scales = quantized.scales_of_range(lowest, highest, quantization)
         return quantized.in_scale_dtype(scales, quantization)
 
-    def computed_scales(self, x: np.ndarray, axes: str) -> np.ndarray:
-        """Return the scales of some keys or values, which differ along some axes."""
-        return quantized.computed_scales(x, self.cache_quantization().largest, axes)
+    def calibrated_scales(self, name: str) -> np.ndarray | None:
+        """Return the calibrated scales of keys or values; None if they are computed."""
+        quantization, num_heads = self.cache_quantization(), self.problem.spec.num_kv_heads
+        return quantized.calibrated_scales(quantization, name, num_heads, self.arithmetic.wide)
+
+    def cache_zeros(
+        self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """Return the keys or values that are stored as 0, in the shape of their scales."""
+        quantization = self.cache_quantization()
+        lowest, _ = self.cached_range(name, tokens, first)
+        if quantization.zero_point == "minimum":
+            return quantized.in_scale_dtype(lowest, quantization)
+        scales = self.cache_scales(name, tokens, first)
+        return np.rint(lowest / scales) * scales
+
+    def cached_range(
+        self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lowest and highest key or value of each group with a scale."""
+        group = self.scale_group(name)
+        source = first if group in FIXED else tokens
+        return quantized.range_of(source[name], SCALE_AXES[group], self.cache_quantization())
+
+    def scale_group(self, name: str) -> str:
+        """Return the group of keys or values that shares a scale."""
+        return self.cache_quantization().scale_per_of(name)
 
     def scales_when_read(
         self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
@@ -327,13 +432,20 @@ class Layer:
         """Return the scales by which stored keys or values are multiplied."""
         return self.cache_scales(name, tokens, first)
 
+    def zeros_when_read(
+        self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """Return what is added to stored keys or values, times their scales."""
+        return self.cache_zeros(name, tokens, first)
+
     def stored_numbers(self, x: np.ndarray) -> np.ndarray:
         """Return keys or values, divided by their scales, as the numbers that a cache stores."""
-        dtype = self.cache_quantization().dtype
+        quantization = self.cache_quantization()
+        dtype, limits = quantization.dtype, quantization.limits
         if self.arithmetic.wide == np.float64:
-            return quantized.to_nearest(x, dtype)
+            return quantized.to_nearest(x, dtype, limits)
         uncertainty = quantized.uncertainty_before_rounding(self.problem.spec.d_kv)
-        return quantized.to_middle(x, dtype, uncertainty)
+        return quantized.to_middle(x, dtype, uncertainty, limits)
 
     def cache_quantization(self) -> CacheQuantization:
         """Return the quantization of the cache, which the case must have."""
@@ -956,7 +1068,13 @@ class CachedCall:
             return grown, layer.expanded(grown[f"{cache}latents"])
         new = {"keys": own["k"], "values": own["v"]}
         if layer.problem.case.cache_quantization is not None:
-            new = layer.read_back(new, self.of_first_call(own), self.index)
+            first = self.of_first_call(own)
+            if self.index > 0 and layer.exact_calls(self.index - 1):
+                rounded = layer.rounded_later(values, cache, first, self.index)
+                # A copy would read every stage.
+                values = ChainMap(rounded, cast(Any, values))
+            if self.index not in layer.exact_calls(self.index):
+                new = layer.read_back(new, first, self.index)
         grown = layer.appended(cache, values, new, self.before, self.added)
         return grown, {"k": grown[f"{cache}keys"], "v": grown[f"{cache}values"]}
 

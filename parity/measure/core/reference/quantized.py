@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from parity.measure.core.compare import unit_of_rounding
-from parity.measure.core.quantization import LARGEST, SCALE_AXES, CacheQuantization
+from parity.measure.core.quantization import LARGEST, CacheQuantization
 from parity.measure.core.weights import dtype_named
 
 MANTISSA_BITS = {"float8_e4m3fn": 3, "float8_e5m2": 2}
@@ -26,12 +26,19 @@ of its terms: a random walk of half units, four standard deviations.
 """
 
 
-def to_nearest(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Return wide numbers rounded to a stored dtype, half to even; beyond its largest, that one.
+def to_nearest(x: np.ndarray, dtype: str, limits: tuple[float, float] | None = None) -> np.ndarray:
+    """Return wide numbers rounded to a stored dtype, half to even; beyond its limits, those.
 
     ml_dtypes rounds float64 to float32 first, so it is wrong next to the middle of two numbers.
+
+    Args:
+        x: the numbers.
+        dtype: of the stored numbers.
+        limits: smallest and largest stored number; by default those of the dtype.
     """
-    clipped = np.clip(x, -LARGEST[dtype], LARGEST[dtype])
+    if limits is None:
+        limits = -LARGEST[dtype], LARGEST[dtype]
+    clipped = np.clip(x, *limits)
     if dtype not in MANTISSA_BITS:
         return np.rint(clipped)
     _, exponent = np.frexp(clipped)
@@ -41,7 +48,9 @@ def to_nearest(x: np.ndarray, dtype: str) -> np.ndarray:
     return np.rint(clipped / step) * step
 
 
-def to_middle(x: np.ndarray, dtype: str, uncertainty: float) -> np.ndarray:
+def to_middle(
+    x: np.ndarray, dtype: str, uncertainty: float, limits: tuple[float, float] | None = None
+) -> np.ndarray:
     """Return wide numbers rounded to a stored dtype, those that may be rounded either way to the
     middle.
 
@@ -50,12 +59,13 @@ def to_middle(x: np.ndarray, dtype: str, uncertainty: float) -> np.ndarray:
         dtype: of the stored numbers.
         uncertainty: error of a number before it is rounded, relative to it or to the root mean
             square of all, whichever is larger.
+        limits: smallest and largest stored number, as in `to_nearest`.
     """
     if not x.size:
         return x
     size = np.maximum(np.abs(x), np.sqrt(np.mean(np.square(x))))
     error = x.dtype.type(uncertainty) * size
-    below, above = to_nearest(x - error, dtype), to_nearest(x + error, dtype)
+    below, above = to_nearest(x - error, dtype, limits), to_nearest(x + error, dtype, limits)
     return (below + above) / 2
 
 
@@ -68,17 +78,41 @@ def uncertainty_before_rounding(num_terms: int) -> float:
     return ROUNDINGS * math.sqrt(num_terms) * unit_of_rounding("float32")
 
 
-def computed_scales(x: np.ndarray, largest: float, axes: str) -> np.ndarray:
-    """Return the scales of keys or values (B, K, S, H), with 1 on axes that share a scale.
+def range_of(
+    x: np.ndarray, axes: str, quantization: CacheQuantization
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the range of each group of keys or values (B, K, S, H) that stored numbers cover.
+
+    Both ends have 1 on axes that share a scale.
 
     Args:
-        x: keys or values; padding is 0.
-        largest: largest stored number.
+        x: keys or values, without padding of their own.
         axes: letters of the axes along which scales differ.
+        quantization: of the cache.
     """
     shared = tuple(axis for axis, letter in enumerate("BKSH") if letter not in axes)
-    size = np.abs(x).max(axis=shared, keepdims=True, initial=0.0)
-    return np.where(size > 0.0, size / x.dtype.type(largest), x.dtype.type(1.0))
+    if not quantization.has_zero_point:
+        size = np.abs(x).max(axis=shared, keepdims=True, initial=0.0)
+        return -size, size
+    if not x.size:
+        shape = [1 if axis in shared else length for axis, length in enumerate(x.shape)]
+        return np.zeros(shape, x.dtype), np.zeros(shape, x.dtype)
+    lowest, highest = x.min(axis=shared, keepdims=True), x.max(axis=shared, keepdims=True)
+    if quantization.zero_point == "integer":
+        zero = x.dtype.type(0.0)
+        return np.minimum(lowest, zero), np.maximum(highest, zero)
+    return lowest, highest
+
+
+def scales_of_range(
+    lowest: np.ndarray, highest: np.ndarray, quantization: CacheQuantization
+) -> np.ndarray:
+    """Return the scales with which the stored numbers cover ranges; 1 for empty ranges."""
+    smallest, largest = quantization.limits
+    size = highest - lowest
+    # Scales of the largest absolute value are half of a difference, which is exact.
+    scales = size / size.dtype.type(largest - smallest)
+    return np.where(size > 0.0, scales, size.dtype.type(1.0))
 
 
 def calibrated_scales(
@@ -89,18 +123,13 @@ def calibrated_scales(
     if scales is None:
         return None
     array = np.array(scales, wide)
-    if quantization.scale_per == "tensor":
+    if quantization.scale_per_of(name) == "tensor":
         return array.reshape(1, 1, 1, 1)
     return array.reshape(1, num_heads, 1, -1)
 
 
 def in_scale_dtype(scales: np.ndarray, quantization: CacheQuantization) -> np.ndarray:
-    """Return scales rounded to their dtype; float32 is left to the arithmetic."""
+    """Return scales or minima rounded to their dtype; float32 is left to the arithmetic."""
     if quantization.scale_dtype == "float32":
         return scales
     return scales.astype(dtype_named(quantization.scale_dtype)).astype(scales.dtype)
-
-
-def scale_axes(quantization: CacheQuantization) -> str:
-    """Return the letters of the axes along which scales differ."""
-    return SCALE_AXES[quantization.scale_per]

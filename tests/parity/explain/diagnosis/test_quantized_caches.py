@@ -147,6 +147,50 @@ def test_exchanged_scales_are_named(when_read):
     assert ("when they are read" in found.about) == when_read
 
 
+def without_zeros(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    return rightly(cache, name, x) - cache.zeros(name, x)
+
+
+def zeros_not_stored(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    return cache.rounded(x / cache.scales(name, x)) * cache.scales(name, x) + cache.zeros(name, x)
+
+
+def zeros_of_other_sign(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    return rightly(cache, name, x) - 2 * cache.zeros(name, x)
+
+
+def zeros_after_scales(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    zeros = cache.zeros(name, x)
+    return rightly(cache, name, x) - zeros + (zeros / cache.scales(name, x)).round()
+
+
+def zeros_without_scales(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+    zeros = cache.zeros(name, x)
+    return cache.rounded((x - zeros) / cache.scales(name, x)) + zeros
+
+
+ZERO_POINTS = (
+    ("cache-zero-point-missing", without_zeros),
+    ("cache-zero-point-missing", zeros_not_stored),
+    ("cache-zero-point-sign", zeros_of_other_sign),
+    ("cache-zero-point-unscaled", zeros_after_scales),
+    ("cache-scale-missing", zeros_without_scales),
+    ("cache-not-quantized", unquantized),
+)
+
+
+def test_wrong_zero_points_are_named():
+    """Wrong zero points are named, as are wrong scales next to right zero points."""
+    cache = CacheQuantization("int8", "head", zero_point="integer")
+    problem = problem_of(cache)
+    for bug, through in ZERO_POINTS:
+        (found,) = parity.diagnose(computed(problem, through), problem).findings
+        assert found.bugs == (bug,), through
+    other = cache.replace(scale_per="channel")
+    (found,) = parity.diagnose(computed(problem, quantization=other), problem).findings
+    assert found.bugs == ("cache-scale-axis",)
+
+
 CALIBRATED = CacheQuantization(
     "float8_e4m3fn", "head", key_scales=[0.01, 0.02], value_scales=[0.02, 0.01]
 )

@@ -69,6 +69,41 @@ def test_right_quantized_port_agrees(stored, group, before_rope, dtype):
     parity.assert_parity(outputs, problem=problem, diagnose=False)
 
 
+KIVI = CacheQuantization("int4", "channel", value_scale_per="token_head", zero_point="minimum")
+OTHERS = {
+    "keys by channel, values by token": KIVI,
+    "a residual": KIVI.replace(scale_per="token_head", exact="new", residual_length=2),
+    "integers": CacheQuantization("int8", "token", zero_point="integer", scale_dtype="bfloat16"),
+    "before RoPE": CacheQuantization("int8", "head", zero_point="integer", before_rope=True),
+    "an exact prompt": CacheQuantization("float8_e4m3fn", exact="first_call"),
+    "exact and before RoPE": CacheQuantization("int8", "token", exact="new", before_rope=True),
+}
+
+
+def test_zero_points_and_exact_tokens_agree():
+    """Zero points, other groups of values and calls that attend to exact tokens agree."""
+    for name, quantization in OTHERS.items():
+        lengths = () if quantization.scale_per == "channel" else ((4, 2), (1, 1), (2, 1))
+        for dtype in ("bfloat16", "float32"):
+            problem = problem_of(quantization, dtype, new_lengths=lengths)
+            assert not parity.diagnose(computed(problem), problem).is_wrong, (name, dtype)
+        exact = "new" if quantization.exact == "none" else "none"
+        other = quantization.replace(exact=exact, residual_length=1)
+        wrong = computed(problem, quantization=other)
+        assert parity.diagnose(wrong, problem, seconds=0.1).is_wrong, name
+
+
+def test_residual_is_rounded_when_it_is_full():
+    """New tokens stay exact until they are as many as the residual; the prompt does not."""
+    quantization = CacheQuantization("int4", "token", exact="new", residual_length=3)
+    chunks = (5, 1, 1, 2, 1)
+    exact = [quantization.exact_calls(chunks, call) for call in range(5)]
+    assert exact == [(0,), (1,), (1, 2), (1, 2, 3), (4,)]
+    first = quantization.replace(exact="first_call", residual_length=1)
+    assert [first.exact_calls(chunks, call) for call in range(2)] == [(0,), ()]
+    assert quantization.replace(exact="none", residual_length=1).exact_calls(chunks, 1) == ()
+
+
 def test_calibrated_scales_are_used():
     """Scales of a case replace computed ones, also if keys saturate; in bfloat16 and padded."""
     spec = problem_of(CacheQuantization("int8")).spec
@@ -120,6 +155,12 @@ def test_bad_quantization_has_a_clear_error():
         CacheQuantization("int8", "row")  # pyright: ignore[reportArgumentType]
     with refuses_type("scale_dtype"):
         CacheQuantization("int8", scale_dtype=8)  # pyright: ignore[reportArgumentType]
+    with refuses("zero_point", dtype="float8_e5m2"):
+        CacheQuantization("float8_e5m2", zero_point="minimum")
+    with refuses("residual_length", exact="none"):
+        CacheQuantization("int8", residual_length=2)
+    with refuses("key_scales", zero_point="integer"):
+        CacheQuantization("int8", zero_point="integer", key_scales=[1.0], value_scales=[1.0])
     with refuses("key_scales", scale_per="token"):
         CacheQuantization("int8", "token", key_scales=(1.0,), value_scales=(1.0,))
     with refuses("key_scales", key_scales=(1.0,), value_scales=None):

@@ -24,11 +24,18 @@ from helpers.refusals import Misuse, refuses, refuses_type
 from helpers.samples import sample
 from helpers.selection import first_families, stack_signature
 from rich.console import Console
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    QuantizedCache,
+    QuantizedLayer,
+    StaticCache,
+)
 
 import mha_jax
 import mha_torch
 import parity
-from parity import AttentionSpec, Rope, specs_of
+from parity import AttentionSpec, CacheQuantization, Rope, specs_of
 from parity.explain.diagnosis import taps
 from parity.explain.diagnosis.tapped import _cache
 from parity.measure.core.stages import stage_named
@@ -395,6 +402,141 @@ def test_recorded_names_and_shapes():
     assert "cache.keys" not in step.values
     for name, x in prompt.values.items():
         assert x.dtype == {"positions": np.int64, "is_real": bool}.get(name, np.float32), name
+
+
+# ---- Caches --------------------------------------------------------------------------------------
+
+
+class MinimumCache(QuantizedLayer):
+    """A backend of transformers' quantized cache: 4 bits, and a minimum of each head of a token."""
+
+    def _quantize(self, x, axis):
+        lowest = x.amin(-1, keepdim=True)
+        size = x.amax(-1, keepdim=True) - lowest
+        scale = torch.where(size > 0, size / 15, 1.0)
+        return ((x - lowest) / scale).round(), scale, lowest
+
+    def _dequantize(self, stored):
+        numbers, scale, lowest = stored
+        return numbers * scale + lowest
+
+
+def of_minima(**options):
+    return Cache(layers=[MinimumCache(**options), MinimumCache(**options)])
+
+
+def with_cache(model, kv_cache, *, lengths, padded=0, **options):
+    """Tap a model that computes tokens call by call, and return the verdict."""
+    tokens = torch.randint(3, 64, (2, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, :padded] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    stop = 0
+    with parity.tap(model) as tapped, torch.no_grad():
+        for length in lengths:
+            start, stop = stop, stop + length
+            model(
+                tokens[:, start:stop],
+                past_key_values=kv_cache,
+                attention_mask=mask[:, :stop],
+                position_ids=positions[:, start:stop],
+            )
+    specs = specs_of(model.config.to_dict())
+    return parity.check_tap(tapped, specs, weights_in(model, tapped, specs), **options)
+
+
+def of_two_layers(family, **options):
+    return made(family, {**SIX, "num_hidden_layers": 2, **options})
+
+
+KINDS_OF_TWO = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.costly("runs models with caches of several kinds")
+def test_caches_of_transformers_agree():
+    """Static, sliding and quantized caches of right models agree, also with padding."""
+    mixed = of_two_layers("gemma2", **KINDS_OF_TWO)
+    llama = of_two_layers("llama")
+    caches = {
+        "static": (mixed, StaticCache(config=mixed.config, max_cache_len=16), None),
+        "sliding": (mixed, DynamicCache(config=mixed.config), None),
+        "float8": (llama, QuantizedCache("fp8", llama.config), None),
+        "4 bits": (llama, of_minima(residual_length=3), MINIMUM),
+    }
+    for name, (model, kv_cache, quantization) in caches.items():
+        verdict = with_cache(
+            model, kv_cache, lengths=(4, 1, 3, 1), padded=2, cache_quantization=quantization
+        )
+        assert verdict.passed, name
+        assert not any(layer.left_out for layer in verdict.layers), name
+        stages = {each.stage for each in verdict.layers[1].comparisons}
+        assert ("step3.cache.keys" in stages) == (model is llama), name
+    # If it is not known how a cache rounds, the first call alone is compared.
+    verdict = with_cache(llama, of_minima(), lengths=(4, 1))
+    assert verdict.passed
+    assert all("cache_quantization" in layer.left_out for layer in verdict.layers)
+
+
+MINIMUM = CacheQuantization(
+    "int4", "token_head", zero_point="minimum", exact="new", residual_length=3
+)
+
+
+def without_scales(layer):
+    layer._dequantize = lambda stored: stored[0].float()
+
+
+def without_minima(layer):
+    layer._dequantize = lambda stored: stored[0] * stored[1]
+
+
+def one_slot_early(layer):
+    update = layer.update
+
+    def early(keys, values):
+        is_step = int(layer.get_seq_length() > 0)
+        layer.cumulative_length.sub_(is_step)
+        cached = update(keys, values)
+        layer.cumulative_length.add_(is_step)
+        return cached
+
+    layer.update = early
+
+
+def values_kept(layer):
+    update = layer.update
+
+    def stale(keys, values):
+        kept = None if layer.values is None else layer.values.clone()
+        update(keys, values)
+        if kept is not None:
+            layer.values.copy_(kept)
+        return layer.keys, layer.values
+
+    layer.update = stale
+
+
+@pytest.mark.costly("diagnoses models with caches of several kinds")
+def test_bugs_of_caches_are_named():
+    """A bug of one layer's cache is named there, and the other layer agrees."""
+    mixed = of_two_layers("gemma2", **KINDS_OF_TWO)
+    llama = of_two_layers("llama")
+    static = StaticCache(config=llama.config, max_cache_len=16)
+    sliding = StaticCache(config=mixed.config, max_cache_len=16)
+    float8 = QuantizedCache("fp8", llama.config)
+    own = of_minima(residual_length=1)
+    minimum = MINIMUM.replace(residual_length=1)
+    bugs = (
+        (llama, float8, 1, without_scales, None, "cache-scale-missing"),
+        (llama, own, 1, without_minima, minimum, "cache-zero-point-missing"),
+        (llama, static, 1, one_slot_early, None, "cache-slot-early"),
+        (mixed, sliding, 0, values_kept, None, "cache-values-missing"),
+    )
+    for model, kv_cache, place, break_cache, quantization, name in bugs:
+        break_cache(kv_cache.layers[place])
+        verdict = with_cache(model, kv_cache, lengths=(3, 1, 1), cache_quantization=quantization)
+        assert [layer.index for layer in verdict.wrong] == [place], name
+        assert name in verdict.first.diagnosis.likely_bug, name
 
 
 # ---- Families ------------------------------------------------------------------------------------

@@ -1,8 +1,12 @@
 """A tapped training step shows the first wrong gradient of a live model."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import transformers
+from flax import linen, nnx
 from transformers.models.qwen3 import modeling_qwen3
 
 import parity
@@ -130,3 +134,67 @@ def test_saved_recordings_have_gradients(tmp_path):
     tapped.save(tmp_path / "tap.safetensors")
     loaded = parity.load_tap(tmp_path / "tap.safetensors")
     assert loaded.layers[0].calls[0].values["grad.k"].shape == (2, 2, 6, 8)
+
+
+# ---- Flax ----------------------------------------------------------------------------------------
+
+
+def keys_stopped(query, key, value, **options):
+    return linen.dot_product_attention(query, jax.lax.stop_gradient(key), value, **options)
+
+
+class LinenLayers(linen.Module):
+    """Two layers of linen, the second with an attention function of its own."""
+
+    function: object = linen.dot_product_attention
+
+    @linen.compact
+    def __call__(self, x):
+        functions = (linen.dot_product_attention, self.function)
+        for place, function in enumerate(functions):
+            layer = linen.MultiHeadDotProductAttention(2, attention_fn=function, name=f"{place}")
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.costly("a training step of JAX, operation by operation")
+def test_training_step_of_linen_is_tapped(rng):
+    """A right training step of linen agrees, and a stopped gradient is named in its layer."""
+    x = jnp.asarray(rng.standard_normal((2, 4, 8), dtype=np.float32))
+    variables = LinenLayers().init(jax.random.key(0), x)
+    spec = parity.AttentionSpec(8, 2)
+    weights = {}
+    for place in range(2):
+        params = {"params": variables["params"][f"{place}"]}
+        layer = linen.MultiHeadDotProductAttention(2, qkv_features=8).bind(params)
+        weights[place] = parity.weights_of(layer)
+    for function, wrong in ((linen.dot_product_attention, []), (keys_stopped, [1])):
+        model = LinenLayers(function)
+
+        def loss(variables, model=model):
+            return jnp.square(model.apply(variables, x)).sum()
+
+        with parity.tap(model) as tapped, jax.disable_jit():
+            jax.grad(loss)(variables)
+        verdict = parity.check_tap(tapped, [spec, spec], weights, is_causal=False)
+        assert [layer.index for layer in verdict.wrong] == wrong
+        stages = [comparison.stage for comparison in verdict.layers[1].comparisons]
+        assert stages[-4:] == ["grad.context", "grad.v", "grad.q", "grad.k"]
+    assert verdict.first.diagnosis.likely_bug == "grad-stopped-at-k"
+
+
+@pytest.mark.costly("a training step of JAX, operation by operation")
+def test_training_step_of_nnx_is_tapped(rng):
+    """`nnx.grad`, which calls copies of modules, is tapped; the modules are as before."""
+    layer = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    x = jnp.asarray(rng.standard_normal((2, 4, 8), dtype=np.float32))
+    attributes = set(vars(layer))
+    with parity.tap(layer) as tapped, jax.disable_jit():
+        nnx.grad(lambda layer: jnp.square(layer(x)).sum())(layer)
+    assert set(vars(layer)) == attributes
+    values = tapped.layers[0].calls[0].values
+    assert {"grad.output", "grad.context", "grad.q", "grad.k", "grad.v"} <= values.keys()
+    verdict = parity.check_tap(
+        tapped, [parity.AttentionSpec(8, 2)], [parity.weights_of(layer)], is_causal=False
+    )
+    assert verdict.passed
