@@ -108,7 +108,7 @@ def exercising_case(spec: AttentionSpec, dtype: str) -> Case:
     num_tokens = sum(CALLS)
     case = Case(name, spec, "", seq_len=num_tokens, chunks=CALLS, capacity=num_tokens + 1)
     missing = not_exercised_by(case, dtype)
-    longer = _longer(case, missing)
+    longer = longer_case(case, missing)
     if longer is not None:
         case = longer
     farther = _farther(case, missing)
@@ -124,28 +124,13 @@ def exercising_case(spec: AttentionSpec, dtype: str) -> Case:
     return replace(case, name=name, about=about)
 
 
-def more_cases(case: Case, dtypes: Iterable[str], *, with_more_tokens: bool = True) -> list[Case]:
-    """Return further cases of the same kind, which exercise what a case does not.
+def longer_case(case: Case, missing: Iterable[Feature]) -> Case | None:
+    """Return a case with enough tokens for as many features as a few seconds allow; None if they
+    allow none.
 
     Args:
         case: a case without masks, lengths and positions of its own.
-        dtypes: of the run.
-        with_more_tokens: False if the number of tokens is fixed.
-    """
-    features = features_of(case.spec, dtypes)
-    missing = [feature for feature in features if not feature.is_exercised_by(case)]
-    cases = _farther(case, missing)
-    longer = None
-    if with_more_tokens:
-        longer = _longer(case, missing)
-    if longer is not None:
-        cases.append(longer)
-    return cases
-
-
-def _longer(case: Case, missing: Iterable[Feature]) -> Case | None:
-    """Return a case with enough tokens for as many features as a few seconds allow; None if they
-    allow none.
+        missing: features that it does not exercise, of `not_exercised_by`.
     """
     needed = 0
     names = []
@@ -169,6 +154,25 @@ def _longer(case: Case, missing: Iterable[Feature]) -> Case | None:
         chunks=chunks,
         capacity=case.capacity + more if chunks else 0,
     )
+
+
+def more_cases(case: Case, dtypes: Iterable[str], *, with_more_tokens: bool = True) -> list[Case]:
+    """Return further cases of the same kind, which exercise what a case does not.
+
+    Args:
+        case: a case without masks, lengths and positions of its own.
+        dtypes: of the run.
+        with_more_tokens: False if the number of tokens is fixed.
+    """
+    features = features_of(case.spec, dtypes)
+    missing = [feature for feature in features if not feature.is_exercised_by(case)]
+    cases = _farther(case, missing)
+    longer = None
+    if with_more_tokens:
+        longer = longer_case(case, missing)
+    if longer is not None:
+        cases.append(longer)
+    return cases
 
 
 def _farther(case: Case, missing: Iterable[Feature]) -> list[Case]:

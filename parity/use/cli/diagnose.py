@@ -100,7 +100,12 @@ if TYPE_CHECKING:
             "receives what the previous call returned second"
         ),
     ),
-    option("--seq-len", type=int, metavar="N", help="tokens to draw; default: 19"),
+    option(
+        "--seq-len",
+        type=int,
+        metavar="N",
+        help="tokens to draw; default: 19, or as many as its window needs",
+    ),
     option(
         "--input",
         metavar="NPY",

@@ -184,10 +184,15 @@ def _case(layer: FileLayer, spec: AttentionSpec, is_causal: bool | None, options
 def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
     """Return the weights of a layer and drawn inputs, or those of the files in the options."""
     from parity.explain.diagnosis.attention import input_array, read_array
+    from parity.measure.core.exercise import longer_case, not_exercised_by
     from parity.measure.core.problem import make_problem
 
     case = right.case
     if options.input is None:
+        is_free = options.seq_len is None and options.chunks is None
+        if is_free and not right.received:
+            # A window, for example, shows in longer sequences only.
+            case = longer_case(case, not_exercised_by(case, dtype)) or case
         return make_problem(case, dtype, right.weights, right.received)
     spec = right.spec
     query = input_array("--input", read_array(options.input), spec.d_in)
