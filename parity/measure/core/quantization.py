@@ -62,7 +62,7 @@ class CacheQuantization(Record):
         scale_per: group of numbers with a scale of its own: the whole `tensor`; a key/value `head`;
             a `channel`, which is a feature of a head; a `token` of a sequence, over all heads; or
             `token_head`, a head of a token.
-        value_scale_per: the group of values, if it is another one than that of keys.
+        value_scale_per: the group of values, if it differs from that of keys.
         before_rope: keys are stored before RoPE, and rotated when they are read.
         scale_dtype: dtype of the scales, and of minima.
         key_scales, value_scales: calibrated scales, instead of computed ones: 1 number for
@@ -136,7 +136,7 @@ class CacheQuantization(Record):
 
     @property
     def has_zero_point(self) -> bool:
-        """Whether stored numbers begin at the zero point, instead of lying around 0."""
+        """True if stored numbers begin at the zero point, instead of lying around 0."""
         return self.zero_point != "none"
 
     @property

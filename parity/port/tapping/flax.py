@@ -75,7 +75,7 @@ class _FlaxListener:
         self.is_flaxs = _is_attention_of_flax(kind)
         self.values: dict[str, np.ndarray] = {}
         self.past: int | None = 0
-        # Whether the running call is differentiated by its input, and what then has a gradient.
+        # The running call is differentiated by its input; these values then have gradients.
         self.has_gradients = False
         self.names_of_gradients: list[str] = []
 
@@ -376,8 +376,8 @@ def _marked(module: Any, stack: ExitStack) -> str:
     return mark
 
 
-def _found(table: Mapping[int | str, Any], module: Any) -> Any:
-    """Return the entry of a module or of what it is a copy of; None if it has none."""
+def _entry_of(table: Mapping[int | str, Any], module: Any) -> Any:
+    """Return the entry of a module, or of its original if it is a copy; None if it has none."""
     if id(module) in table:
         return table[id(module)]
     return table.get(getattr(module, MARK, ""))
@@ -408,11 +408,11 @@ def _around_class(
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = _found(listeners, self)
+        layer = _entry_of(listeners, self)
         if layer is not None:
             layer.module = self
             return layer.around(self, functools.partial(original, self), args, kwargs)
-        part = _found(parts, self)
+        part = _entry_of(parts, self)
         if part is None:
             return original(self, *args, **kwargs)
         listener, name = part

@@ -134,7 +134,7 @@ def _of_zero_points(
         "cache-zero-point-missing",
         f"cached {words} are read without their zero points",
         {"zeros_when_read": for_names(names, _no_zeros)},
-        fix="add the zero point to what is read, as it was subtracted from what is stored",
+        fix="add the zero point when the cache is read, as it is subtracted when it is written",
     )
     yield bug(
         "cache-zero-point-missing",
