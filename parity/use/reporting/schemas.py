@@ -88,9 +88,9 @@ FINDING = {
 }
 
 SCHEMAS = {
-    "run": Schema(5, {"": REPORT}),
+    "run": Schema(6, {"": REPORT}),
     "compare": Schema(
-        5,
+        6,
         {
             "traces, or recordings with `--model`": REPORT,
             "two recordings without `--model`": TWO_RECORDINGS,
@@ -130,7 +130,7 @@ SCHEMAS = {
         },
     ),
     "diagnose": Schema(
-        5,
+        6,
         {
             "a function, or traces": DIAGNOSIS | FINDING,
             "two weight files": DIAGNOSIS
@@ -241,7 +241,7 @@ SCHEMAS = {
         },
     ),
     "selftest": Schema(3, {"": {"outcomes": "result of each injected bug"}}),
-    "mesh": Schema(2, {"": REPORT | {"collectives": "what the devices of each program send"}}),
+    "mesh": Schema(3, {"": REPORT | {"collectives": "what the devices of each program send"}}),
     "bench": Schema(
         1,
         {
