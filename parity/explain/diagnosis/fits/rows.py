@@ -162,7 +162,7 @@ def _shown_columns(hidden: np.ndarray, weights: np.ndarray, slack: float) -> np.
     hidden cells have the weight 0, and there are some: then a mask hides them, but not these keys.
     """
     has_weight = hidden & (weights > slack)
-    columns = has_weight.any(axis=(1, 2))
+    columns = np.any(has_weight, axis=(1, 2))
     in_columns = hidden & columns[:, None, None, :]
     others = hidden & ~in_columns
     if not others.any() or weights[others].any():
@@ -196,7 +196,7 @@ def _with_shown_keys(
         f"{and_listed(keys_of_sequences)}"
     )
     families: Families = ()
-    is_hidden_from_all = hidden.all(axis=(1, 2))
+    is_hidden_from_all = np.all(hidden, axis=(1, 2))
     # A key that no query attends to is padding.
     if is_hidden_from_all[columns].all():
         families = (of.SHOWN_PADDING,)

@@ -136,8 +136,9 @@ NEAREST = {
 }
 
 
-ALIKE = {"padding-of-queries", "padding-off-by-one"}
-"""Bugs that differ from others only in padding, which is not compared."""
+ALIKE = {"padding-of-queries", "padding-off-by-one", "own-mask-padding-visible"}
+"""Bugs that differ from others only in padding, which is not compared, or not at all if a mask hides
+padding alone."""
 
 ONE_A_CODE = one_a_code(ALL, lambda each: bug(CASE_OF[each[0]], each[1]).overrides)
 
