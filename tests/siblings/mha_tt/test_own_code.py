@@ -106,7 +106,7 @@ def test_conformance_of_function_exits_0(own, capsys):
         "masked key": "hidden",
         "padding": "—",
         "other sequence": "apart",
-        "visible NaN": "seen",
+        "visible NaN": "propagates",
         "hidden NaN": "leaks",
         "empty row": "mean(V)",
         "its gradient": "no gradients",
