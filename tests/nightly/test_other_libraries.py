@@ -51,7 +51,7 @@ FACTS = {
         "causal": "top-left",
         "empty row": "mean(V)",
         "float16 overflow": "finite",
-        "visible NaN": "seen",
+        "visible NaN": "propagates",
         "hidden NaN": "leaks",
     },
     "keras.layers.MultiHeadAttention": {
@@ -77,7 +77,7 @@ FACTS = {
         "grouped heads": "repeat",
         # flax#5591, and a full cache that goes on
         "cache": "equals one pass; with is_causal sees only key 0; overflow silent",
-        "visible NaN": "seen",
+        "visible NaN": "propagates",
     },
     "keras.layers.GroupQueryAttention": {
         "causal": "top-left",
@@ -87,13 +87,13 @@ FACTS = {
         "empty row": "mean(V)",
         "float16 overflow": "NaN",
         "cache": "equals one pass; overflow silent",
-        "visible NaN": "seen",
+        "visible NaN": "propagates",
         "hidden NaN": "leaks",
     },
     "equinox.nn.MultiheadAttention": {
         "empty row": "mean(V)",
         "float16 overflow": "NaN",
-        "visible NaN": "seen",
+        "visible NaN": "propagates",
     },
 }
 BROKEN = {
