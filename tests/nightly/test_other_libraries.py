@@ -21,7 +21,7 @@ with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory()
 FACTS = {
     "torch.nn.MultiheadAttention": {
         "mask": "True hides; floats added",
-        "causal": "refused without a mask",
+        "causal": "rejected without a mask",
         # is_causal alone raises an error on the slow path; the fast one raises none and hides
         # nothing
         "future token": "hidden in train or with grad, otherwise leaks",
@@ -32,8 +32,10 @@ FACTS = {
         "padding": "True hides",
         "attends": "to all tokens",
         # its kernel for a CPU returns zeros for a query of NaN, with few tokens and without a mask
-        "NaN seen": "swallowed (no mask) without weights, otherwise seen; seen of 600 tokens",
-        "NaN hidden": "leaks",
+        "visible NaN": (
+            "swallowed (no mask) without weights, otherwise propagates; propagates with 600 tokens"
+        ),
+        "hidden NaN": "leaks",
     },
     "F.scaled_dot_product_attention": {
         "mask": "True shows; floats added",
@@ -41,16 +43,16 @@ FACTS = {
         "empty row": "zeros",
         "float16 overflow": "finite",
         "grouped heads": "repeat",
-        "NaN seen": "swallowed (no mask, flag); seen of 600 tokens",
-        "NaN hidden": "leaks",
+        "visible NaN": "swallowed (no mask, flag); propagates with 600 tokens",
+        "hidden NaN": "leaks",
     },
     "jax.nn.dot_product_attention": {
-        "mask": "True shows; floats refused",
+        "mask": "True shows; floats rejected",
         "causal": "top-left",
         "empty row": "mean(V)",
         "float16 overflow": "finite",
-        "NaN seen": "seen",
-        "NaN hidden": "leaks",
+        "visible NaN": "propagates",
+        "hidden NaN": "leaks",
     },
     "keras.layers.MultiHeadAttention": {
         "mask": "True shows; floats as booleans",
@@ -62,9 +64,9 @@ FACTS = {
         ),
         "float16 overflow": "NaN with weights or with dropout, otherwise finite",
         "dropout": "train only",
-        "NaN seen": (
-            "seen with weights or with dropout, otherwise swallowed (no mask, flag); seen of 600 "
-            "tokens"
+        "visible NaN": (
+            "propagates with weights or with dropout, otherwise swallowed (no mask, flag); "
+            "propagates with 600 tokens"
         ),
     },
     "flax.nnx.MultiHeadAttention": {
@@ -75,7 +77,7 @@ FACTS = {
         "grouped heads": "repeat",
         # flax#5591, and a full cache that goes on
         "cache": "equals one pass; with is_causal sees only key 0; overflow silent",
-        "NaN seen": "seen",
+        "visible NaN": "propagates",
     },
     "keras.layers.GroupQueryAttention": {
         "causal": "top-left",
@@ -85,13 +87,13 @@ FACTS = {
         "empty row": "mean(V)",
         "float16 overflow": "NaN",
         "cache": "equals one pass; overflow silent",
-        "NaN seen": "seen",
-        "NaN hidden": "leaks",
+        "visible NaN": "propagates",
+        "hidden NaN": "leaks",
     },
     "equinox.nn.MultiheadAttention": {
         "empty row": "mean(V)",
         "float16 overflow": "NaN",
-        "NaN seen": "seen",
+        "visible NaN": "propagates",
     },
 }
 BROKEN = {
@@ -100,10 +102,10 @@ BROKEN = {
         "its gradient",
         "float16 overflow",
         "future token",
-        "NaN seen",
+        "visible NaN",
     },
-    "F.scaled_dot_product_attention": {"NaN seen"},
-    "keras.layers.MultiHeadAttention": {"empty row", "float16 overflow", "NaN seen"},
+    "F.scaled_dot_product_attention": {"visible NaN"},
+    "keras.layers.MultiHeadAttention": {"empty row", "float16 overflow", "visible NaN"},
     "flax.nnx.MultiHeadAttention": {"float16 overflow", "cache"},
     "flax.linen.MultiHeadDotProductAttention": {"float16 overflow", "cache"},
     "equinox.nn.MultiheadAttention": {"float16 overflow"},
@@ -124,5 +126,5 @@ def test_known_facts_are_found(name):
     for answer in found.broken:
         lines = answer.example.splitlines()
         assert lines[0] == f"{name}, {answer.question}: {answer.words}"
-        assert [line.split()[0] for line in lines[1:5]] == ["asked", "inputs", "path", "seen"]
+        assert [line.split()[0] for line in lines[1:5]] == ["check", "input", "path", "result"]
         assert any(character.isdigit() for character in lines[4])

@@ -186,7 +186,7 @@ def _keras(name: str, has_groups: bool) -> Subject:
 # ---- Our own -------------------------------------------------------------------------------------
 
 
-AS_IN_THE_FRAMEWORK = {"NaN seen": "as in the framework, as documented"}
+AS_IN_THE_FRAMEWORK = {"visible NaN": "as in the framework, as documented"}
 """Our documentation: a NaN outside of padding does what the kernel of the framework does with
 it.
 """
@@ -235,7 +235,7 @@ class _OurLayer:
             causal, decode = None, self.decode
         name, documented, promises = self.kind, AS_IN_THE_FRAMEWORK, frozenset()
         if self.is_contained:
-            name, documented, promises = CONTAINED, {}, frozenset({"NaN hidden"})
+            name, documented, promises = CONTAINED, {}, frozenset({"hidden NaN"})
         return Subject(
             f"{BACKENDS[self.framework].sibling}.{name}",
             self.framework,

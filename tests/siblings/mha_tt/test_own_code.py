@@ -106,8 +106,8 @@ def test_conformance_of_function_exits_0(own, capsys):
         "masked key": "hidden",
         "padding": "—",
         "other sequence": "apart",
-        "NaN seen": "seen",
-        "NaN hidden": "leaks",
+        "visible NaN": "propagates",
+        "hidden NaN": "leaks",
         "empty row": "mean(V)",
         "its gradient": "no gradients",
         "weights": "—",
@@ -126,12 +126,14 @@ def test_layer_keeps_weights_between_calls():
     """A layer that keeps its weights on the device from call to call is examined correctly."""
     import own_tt
 
-    assert words(own_tt.Layer, "attends", "causal", "empty row", "other sequence", "NaN seen") == [
+    assert words(
+        own_tt.Layer, "attends", "causal", "empty row", "other sequence", "visible NaN"
+    ) == [
         "to all tokens",
         "T = S only",
         "—",
         "apart",
-        "seen",
+        "propagates",
     ]
 
 

@@ -200,7 +200,7 @@ def causal(exam: Examination, question: Question) -> Answer:
                 words = f"{usual_alignment}, by {_penalty(exam, is_causal=True)}"
                 return PathAnswer(words, Kind.BROKEN, f"for large keys {evidence}")
             if visible.all():
-                return PathAnswer("all keys seen", Kind.BROKEN, evidence)
+                return PathAnswer("all keys visible", Kind.BROKEN, evidence)
             return PathAnswer("neither triangle", Kind.BROKEN, evidence)
         if subject.causal is not None and subject.causal != alignment:
             return PathAnswer(f"{alignment}, declared: {subject.causal}", Kind.BROKEN, evidence)

@@ -17,13 +17,13 @@ MANY_TOKENS = 600
 """Enough tokens for blockwise code: several blocks of keys, and more than 2^20 scores in total."""
 
 
-@asks("NaN seen", "does a NaN or infinity reach every output that attends to it?")
-def nan_seen(exam: Examination, question: Question) -> Answer:
-    return _answer(exam, question, IS_SEEN)
+@asks("visible NaN", "does a NaN or infinity reach every output that attends to it?")
+def visible_nan(exam: Examination, question: Question) -> Answer:
+    return _answer(exam, question, PROPAGATES)
 
 
-@asks("NaN hidden", "does a NaN or infinity in a hidden key or value stay hidden?")
-def nan_hidden(exam: Examination, question: Question) -> Answer:
+@asks("hidden NaN", "does a NaN or infinity in a hidden key or value stay hidden?")
+def hidden_nan(exam: Examination, question: Question) -> Answer:
     return _answer(exam, question, IS_HIDDEN)
 
 
@@ -40,7 +40,7 @@ class Claim(NamedTuple):
     kind: Kind
 
 
-IS_SEEN = Claim("seen", "swallowed", Kind.BROKEN)
+PROPAGATES = Claim("propagates", "swallowed", Kind.BROKEN)
 IS_HIDDEN = Claim("hidden", "leaks", Kind.NOTE)
 
 
@@ -51,7 +51,7 @@ def _answer(exam: Examination, question: Question, claim: Claim) -> Answer:
         few = _find(exam, exam.base, TOKENS, claim)
         many = _find(exam, exam.base, MANY_TOKENS, claim)
         if few != many:
-            also = replace(many, words=f"{many.words} of {MANY_TOKENS} tokens")
+            also = replace(many, words=f"{many.words} with {MANY_TOKENS} tokens")
     # Paths that differ only in rounding are tested once, without gradients.
     paths = []
     for path in exam.steady_paths:

@@ -110,7 +110,7 @@ def test_documented_behavior_is_a_note():
 # Layers of mha_jax answer like those of mha_torch, and test_run, test_cache_mha and test_fused
 # compare both: here only the layer with a cache, and the fused path.
 IN_JAX = ["mha_jax.MultiHeadAttentionWithCache", "mha_jax.fused", "mha_jax.contained"]
-NAN_SEEN = ("seen", "as in the framework, as documented")
+NAN_SEEN = ("propagates", "as in the framework, as documented")
 OURS = [*IN_JAX, *(name for name in PEERS if name.startswith("mha_torch"))]
 
 
@@ -124,7 +124,7 @@ def test_our_attention_has_no_fault(name):
     found = examine(peer(name), dtypes=("float32", "float16"))
     assert [(answer.question, answer.status, answer.words) for answer in found.broken] == []
     notes = {answer.question for answer in found.answers if answer.status == "note"}
-    assert notes <= {"NaN seen", "NaN hidden"}
+    assert notes <= {"visible NaN", "hidden NaN"}
     assert {answer.status for answer in found.answers} <= {"ok", "absent", "note"}
     is_cached = name.endswith("WithCache")
     words = {answer.question: answer.words for answer in found.answers}
@@ -136,10 +136,10 @@ def test_our_attention_has_no_fault(name):
     )
     assert words["causal and mask"] == "both"
     assert words["padding"] == "by lengths"
-    assert words["NaN seen"] in NAN_SEEN
+    assert words["visible NaN"] in NAN_SEEN
     # No NaN leaks from padding. With a cache, each way to hide keys is also causal.
     is_contained = name.endswith("contained")
-    assert words["NaN hidden"] == (
+    assert words["hidden NaN"] == (
         "hidden" if is_contained else "leaks" if is_cached else "leaks (mask, flag)"
     )
     assert words["empty row"] == "zeros"
@@ -285,9 +285,9 @@ CONTROLS = [
     ("padding", "padding", "leaks"),
     ("padding of all", "padding", "leaks"),
     ("narrow", "float16 overflow", "NaN"),
-    ("gradient", "NaN seen", "swallowed"),
-    ("swallowed", "NaN seen", "swallowed"),
-    ("swallowed when long", "NaN seen", "seen; swallowed of 600 tokens"),
+    ("gradient", "visible NaN", "swallowed"),
+    ("swallowed", "visible NaN", "swallowed"),
+    ("swallowed when long", "visible NaN", "propagates; swallowed with 600 tokens"),
 ]
 
 FAULTS_IN_JAX = [
@@ -360,8 +360,8 @@ def test_correct_attention_has_no_fault(framework):
     assert words["dropout"] == "train only"
     assert words["grouped heads"] == "repeat"
     assert words["attends"] == "to all tokens"
-    assert words["NaN seen"] == "seen"
-    assert (found["NaN hidden"].status, words["NaN hidden"]) == ("note", "leaks")
+    assert words["visible NaN"] == "propagates"
+    assert (found["hidden NaN"].status, words["hidden NaN"]) == ("note", "leaks")
 
 
 @pytest.mark.usefixtures("fewer_paths_of_jax")
@@ -370,14 +370,14 @@ def test_careful_attention_hides_nan(framework):
     """Attention that removes NaN of hidden keys is reported to
     hide it, and NaN of visible keys is seen.
     """
-    found = examine_toy(framework, "careful", ["NaN seen", "NaN hidden"])
-    assert [answer.words for answer in found.answers] == ["seen", "hidden"]
+    found = examine_toy(framework, "careful", ["visible NaN", "hidden NaN"])
+    assert [answer.words for answer in found.answers] == ["propagates", "hidden"]
 
 
 def test_promised_convention_can_be_broken():
     """A convention that is promised and not met is a broken guarantee."""
-    ours = replace(peer("F.scaled_dot_product_attention"), promises=frozenset({"NaN hidden"}))
-    answer = examine(ours, ["NaN hidden"], ["float32"])["NaN hidden"]
+    ours = replace(peer("F.scaled_dot_product_attention"), promises=frozenset({"hidden NaN"}))
+    answer = examine(ours, ["hidden NaN"], ["float32"])["hidden NaN"]
     assert (answer.status, answer.words) == ("broken", "leaks")
 
 
@@ -807,12 +807,15 @@ def test_always_causal_attention():
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     found = examine(
-        attention, ["attends", "future token", "NaN seen", "scale"], ["bfloat16"], framework="torch"
+        attention,
+        ["attends", "future token", "visible NaN", "scale"],
+        ["bfloat16"],
+        framework="torch",
     )
     assert [answer.words for answer in found.answers][:2] == ["causally", "hidden"]
     assert found["scale"].words == "1/sqrt(H)"
     assert (
-        "nan in query 1" in found["NaN seen"].example
+        "nan in query 1" in found["visible NaN"].example
     )  # which torch's kernel for a CPU swallows, and nothing else
 
 
