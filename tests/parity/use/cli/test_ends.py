@@ -10,7 +10,7 @@ from helpers.llama_folder import make_model
 
 from parity.measure.core.packages import OPTIONAL
 
-# Help by argparse, a list, a table, JSON and source code: a different module prints each of them.
+# Help by click, a list, a table, JSON and source code: a different module prints each of them.
 COMMANDS = (
     "--help",
     "bugs --all",
@@ -55,7 +55,7 @@ sys.exit(main())
 
 
 @pytest.mark.costly("a signal to a new process")
-@pytest.mark.parametrize("module", ["parity.use.cli.main", "argparse", "parity.use.cli.doctor"])
+@pytest.mark.parametrize("module", ["parity.use.cli.main", "click", "parity.use.cli.doctor"])
 def test_interrupted_import_exits_130(module):
     """SIGINT during an import exits with status 130, and standard error has only the line
     about it.
