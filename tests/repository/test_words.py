@@ -33,7 +33,7 @@ IDIOMS = {
         "a noun, such as 'the result', 'the tolerance', 'the difference'",
     ),
     "Of": (
-        r"(?:^[ #>*-]*|[.!?:;] |\| )(?:What(?! it looks like)|Whether|Of|Those of|That of)\b",
+        r"(?:^[ #>*-]*|[.!?:;] |\| )(?:Whether|Of|Those of|That of)\b",
         "a sentence or heading that begins with a noun or a verb, or 'For' for 'Of'",
     ),
     ", for": (

@@ -725,7 +725,7 @@ def test_wheel_excludes_clone_only_packages():
 @pytest.mark.costly("pip builds a wheel")
 @pytest.mark.thorough
 def test_wheel_is_small_and_complete(tmp_path):
-    """The wheel has less than 4 MB, all pages of bugs and the type stub, but not parity_lab;
+    """The wheel has less than 4.5 MB, all pages of bugs and the type stub, but not parity_lab;
     its `bench` exits with status 2 and one line about it.
     """
     source = tmp_path / "source"
@@ -759,7 +759,7 @@ def test_wheel_is_small_and_complete(tmp_path):
     assert {f"parity/bugs/{page.name}" for page in (ROOT / "parity" / "bugs").glob("*.md")} <= held
     assert {"parity/__init__.pyi", "parity/py.typed"} <= held
     assert not any(name.startswith("parity_lab") for name in held)
-    assert wheel.stat().st_size < 4_200_000
+    assert wheel.stat().st_size < 4_500_000
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     command = [sys.executable, "-m", "parity", "bench"]  # -m imports the package in this folder
     done = subprocess.run(
