@@ -66,9 +66,9 @@ def print_and_write(options: Options, report: Any, maps: Any) -> Result:
 
     report = replace(report, allow_skipped=options.allow_skipped)
     if options.output_format == "github":
-        from parity.use.reporting.github import annotations
+        from parity.use.reporting.github import annotation_lines
 
-        for line in annotations(report):
+        for line in annotation_lines(report):
             print_out(f"{line}\n")
     else:
         print_report(report, console(), verbose=options.verbose, quiet=options.quiet)

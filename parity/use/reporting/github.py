@@ -13,7 +13,7 @@ MOST = 10
 """Annotations of a kind that GitHub shows for a step."""
 
 
-def annotations(report: Report) -> Iterator[str]:
+def annotation_lines(report: Report) -> Iterator[str]:
     """Yield the lines of a report: an error for each first difference, up to `MOST`, a warning for
     each requested part that was not compared, and the summary as a notice or an error.
     """
