@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import linen, nnx
+from jax.core import Tracer
 
 from mha_spec import InputError, InputTypeError
 from parity.measure.core.arrays import to_numpy
@@ -224,7 +225,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _is_tracer(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, Tracer)
 
 
 def _values_of(x: Any) -> np.ndarray:
