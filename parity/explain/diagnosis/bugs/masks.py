@@ -101,7 +101,7 @@ def own(case: Case) -> Iterator[Edit]:
     shown = SHOWN_PADDING.seen_in("mask")
     words = "keys that the mask hides from every query, as padding, are visible to"
     yield shown("own-mask-padding-visible", f"{words} every query", {"own_mask": _showing_padding})
-    if not (case.is_cached or case.is_causal):  # then no earlier query sees them anyway
+    if not (case.is_cached or case.is_causal):  # a causal mask hides them already
         yield shown(
             "own-mask-padding-visible",
             f"{words} every later query",
