@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mha_spec import InputError, RelativeBias
 from mha_torch.arrays import (
     at_least_float32,
+    is_graph,
     is_transformed,
     values_at_hand,
     without_autocast,
@@ -365,7 +366,7 @@ def known_segments(query: Tensor, mask: Mask) -> list[list[int]] | None:
     if ids is None or isinstance(ids, tuple) or not query.is_cpu:
         return None
     # A tool that observes operations, as `parity.identify` does, finds the segments in a mask.
-    if is_transformed():
+    if is_graph() or is_transformed():
         return None
     rows = values_at_hand(ids)
     if rows is None or not ids.numel():

@@ -89,6 +89,7 @@ def fuzz():
     return module
 
 
+@pytest.mark.costly("commands end in processes of their own")
 def test_random_commands_have_no_faults(fuzz, tmp_path):
     """60 random commands lose no file, and those that fail say why."""
     assert list(fuzz.fuzz_commands(tmp_path, 60, seed=0)) == []

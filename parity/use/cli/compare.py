@@ -9,7 +9,7 @@ from parity.use.cli.command import Options, Result, argument, command, group, op
 from parity.use.cli.layers import layer_options, weight_options
 from parity.use.cli.messages import contradiction, refusal, requires
 from parity.use.cli.options import flag_of
-from parity.use.cli.paths import kind_of
+from parity.use.cli.paths import kind_of, kinds_of
 from parity.use.cli.reports import attention_maps, print_and_write, report_options, skip_option
 
 
@@ -62,12 +62,13 @@ def run(options: Options) -> Result:
     from parity.use.reporting.console import working
     from parity.use.running.run import compare_traces
 
-    if taps.are_taps(options.files):
+    kinds = kinds_of(options.files)
+    if taps.are_taps(options.files, kinds):
         _check_without_weights(options)
         return taps.compare_recordings(options)
     if options.model is not None:
         raise requires("--model", "recordings")
-    if _are_weights(options.files):
+    if _are_weights(options.files, kinds):
         _check_without_report(options)
         return compare_weight_files(options)
     _check_without_weights(options)
@@ -77,9 +78,9 @@ def run(options: Options) -> Result:
     return print_and_write(options, report, maps)
 
 
-def _are_weights(paths: Sequence[str]) -> bool:
-    """Return whether paths are two files or folders of weights; reject a mixture."""
-    are_weights = [_is_weights(Path(path)) for path in paths]
+def _are_weights(paths: Sequence[str], kinds: Sequence[str]) -> bool:
+    """Return whether paths of these kinds are two files or folders of weights; reject a mixture."""
+    are_weights = [_is_weights(Path(path), kind) for path, kind in zip(paths, kinds, strict=True)]
     if not any(are_weights):
         return False
     if not all(are_weights) or len(paths) != 2:
@@ -88,10 +89,12 @@ def _are_weights(paths: Sequence[str]) -> bool:
     return True
 
 
-def _is_weights(path: Path) -> bool:
+def _is_weights(path: Path, kind: str) -> bool:
     """Return whether a path has weights, and no trace."""
     if path.is_file():
-        return kind_of(str(path)) != "trace"
+        return kind != "trace"
+    if path.with_name(f"{path.name}.index.json").is_file():
+        return True  # the name that `convert` got for shards
     if not path.is_dir():
         return False  # reading traces reports what is missing
     if (path / "config.json").exists():

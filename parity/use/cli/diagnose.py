@@ -23,7 +23,7 @@ from parity.use.cli.options import (
     size_list,
 )
 from parity.use.cli.own_layer import own_layer
-from parity.use.cli.paths import kind_of
+from parity.use.cli.paths import kinds_of
 from parity.use.cli.reports import attention_maps, html_option, write_page
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ def run(options: Options) -> Result:
         return ranks.diagnose_division(options)
     if options.case is not None:
         raise requires("--case", "--mesh")
-    if taps.are_taps(options.files):
+    kinds = kinds_of(options.files)
+    if taps.are_taps(options.files, kinds):
         _check_for_recordings(options, inputs)
         return taps.diagnose_recordings(options)
     is_function = _is_function(options.files)
@@ -178,7 +179,7 @@ def run(options: Options) -> Result:
     maps = attention_maps(options)
     if is_function:
         diagnosis, report = _diagnose_function(options, out)
-    elif len(options.files) <= 2 and _are_traces(options.files):
+    elif len(options.files) <= 2 and _are_traces(options.files, kinds):
         diagnosis = _diagnose_traces(options, out)
         report = None if options.html is None else compare_traces(options.files, on_judged=maps)
     elif len(options.files) == 2:
@@ -306,12 +307,13 @@ def _diagnose_weights(options: Options, out: Console) -> Result:
     return status_of(comparison.same, pairs), content
 
 
-def _are_traces(files: Sequence[str]) -> bool:
-    """Return whether the files are traces; reject a mixture."""
-    kinds = [kind_of(path) == "trace" for path in files]
-    if any(kinds) and not all(kinds):
+def _are_traces(files: Sequence[str], kinds: Sequence[str]) -> bool:
+    """Return whether the files, of these kinds, are traces; reject a mixture."""
+    if "trace" not in kinds:
+        return False
+    if set(kinds) != {"trace"}:
         raise refusal("both files", "be traces, or neither", " ".join(files))
-    return all(kinds)
+    return True
 
 
 def _diagnose_traces(options: Options, out: Console) -> Diagnosis:

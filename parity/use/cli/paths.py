@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import click
 
@@ -100,3 +100,14 @@ def kind_of(path: str) -> str:
 
     with open_tensors(path) as file:
         return str(file.metadata.get("kind", ""))
+
+
+def kinds_of(paths: Sequence[str]) -> list[str]:
+    """Return the kind of each path as `kind_of` does; empty if it is not a file."""
+    kinds = []
+    for path in paths:
+        kind = ""
+        if os.path.isfile(path):
+            kind = kind_of(path)
+        kinds.append(kind)
+    return kinds

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parity.use.cli.command import Options, Result
 from parity.use.cli.messages import refusal, requires
-from parity.use.cli.paths import kind_of
 
 if TYPE_CHECKING:
     from parity.explain.diagnosis.tap_pairs import TapDifference
 
 
-def are_taps(paths: Sequence[str]) -> bool:
-    """Return whether paths are recordings, one or two; reject a mixture."""
-    kinds = [Path(path).is_file() and kind_of(path) == "tap" for path in paths]
-    if not any(kinds):
+def are_taps(paths: Sequence[str], kinds: Sequence[str]) -> bool:
+    """Return whether paths, of these kinds, are recordings, one or two; reject a mixture."""
+    if "tap" not in kinds:
         return False
-    if not all(kinds) or len(paths) > 2 or len(set(paths)) < len(paths):
+    if set(kinds) != {"tap"} or len(paths) > 2 or len(set(paths)) < len(paths):
         raise refusal("recordings", "be one or two, without other files", " ".join(paths))
     return True
 

