@@ -2,7 +2,7 @@
 
 python tools/docs-site/measure.py conformance      # `mha-parity conformance --libraries`; minutes
 python tools/docs-site/measure.py selftest         # `mha-parity selftest`; minutes
-python tools/docs-site/measure.py diagnosis-rates  # `tools/diagnosis-rates`; an hour of one core
+python tools/docs-site/measure.py diagnosis-rates  # `tools/diagnosis-rates`; 16 minutes of one core
 python tools/docs-site/measure.py selftest --from FILE   # which the command wrote with --json
 """
 
