@@ -93,7 +93,7 @@ def _is_weights(path: Path, kind: str) -> bool:
     """Return whether a path has weights, and no trace."""
     if path.is_file():
         return kind != "trace"
-    if path.with_name(f"{path.name}.index.json").is_file():
+    if Path(f"{path}.index.json").is_file():
         return True  # the name that `convert` got for shards
     if not path.is_dir():
         return False  # reading traces reports what is missing
