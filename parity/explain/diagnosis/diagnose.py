@@ -60,7 +60,7 @@ from parity.measure.core.problem import Problem
 from parity.measure.core.reference import ARITHMETICS, UNFUSED
 from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.core.trace import Reference, Trace, with_absent_gradients
-from parity.measure.core.user_code import user_code
+from parity.measure.core.user_code import EndedProgramError, place_of, user_code
 from parity.measure.core.weights import is_floating
 
 __all__ = ["Diagnosis", "Finding", "diagnose", "diagnose_trace", "observe"]
@@ -599,12 +599,13 @@ def _called(function: Callable[..., Any], inputs: list[Any], keywords: Mapping[s
         ValueError: if it raises an exception.
     """
     try:
-        with user_code(function):
+        with user_code("the function"):
             return function(*inputs, **keywords)
+    except EndedProgramError as error:  # whose text has the line
+        raise InputError("the function", "take the inputs", str(error)) from error
     except Exception as error:  # any exception of the function
-        raise InputError(
-            "the function", "take the inputs", f"{type(error).__name__}: {error}"
-        ) from error
+        raised = f"{type(error).__name__}: {error}, {place_of(error)}"
+        raise InputError("the function", "take the inputs", raised) from error
 
 
 def _stages_in(result: Any) -> Mapping[str, Any]:

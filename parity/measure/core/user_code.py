@@ -5,6 +5,7 @@ That is an error of the code, never the end of its examination.
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from parity.measure.text import in_line
+
+PARITY = f"{Path(__file__).parents[2]}{os.sep}"
+"""The folder of this package, whose lines call the user's."""
 
 
 class EndedProgramError(RuntimeError):
@@ -39,7 +43,7 @@ def user_code(target: Any) -> Iterator[None]:
         raise
     except BaseException as error:
         raised = f"{name_of(target)} raised {in_line(repr(error))}"
-        raise EndedProgramError(f"{raised}, {_place_of(error)}") from error
+        raise EndedProgramError(f"{raised}, {place_of(error)}") from error
 
 
 def name_of(target: Any) -> str:
@@ -49,7 +53,12 @@ def name_of(target: Any) -> str:
     return str(getattr(target, "__qualname__", type(target).__name__))
 
 
-def _place_of(error: BaseException) -> str:
-    """Return the line of the user's code that raised an exception."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+def place_of(error: BaseException) -> str:
+    """Return the line of the user's code that raised an exception, or of a library without one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = frames[-1]
+    for each in frames:
+        is_of_library = "site-packages" in each.filename or each.filename.startswith(PARITY)
+        if not is_of_library:
+            frame = each
     return f"in {frame.name} ({Path(frame.filename).name}, line {frame.lineno})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from parity.use.cli.command import Options, Result, argument, command, group, op
 from parity.use.cli.layers import layer_options, weight_options
 from parity.use.cli.messages import contradiction, refusal, requires
 from parity.use.cli.options import flag_of
-from parity.use.cli.paths import kind_of, kinds_of
+from parity.use.cli.paths import is_name_of_shards, kind_of, kinds_of, missing_in
 from parity.use.cli.reports import attention_maps, print_and_write, report_options, skip_option
 
 
@@ -82,7 +84,10 @@ def _are_weights(paths: Sequence[str], kinds: Sequence[str]) -> bool:
     """Return whether paths of these kinds are two files or folders of weights; reject a mixture."""
     are_weights = [_is_weights(Path(path), kind) for path, kind in zip(paths, kinds, strict=True)]
     if not any(are_weights):
-        return False
+        return False  # reading traces reports what is missing
+    missing = missing_in(paths)
+    if missing is not None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), missing)
     if not all(are_weights) or len(paths) != 2:
         kinds = "traces, one or two recordings, or two files of weights"
         raise refusal("INPUT", f"be {kinds}", " ".join(paths))
@@ -93,10 +98,10 @@ def _is_weights(path: Path, kind: str) -> bool:
     """Return whether a path has weights, and no trace."""
     if path.is_file():
         return kind != "trace"
-    if Path(f"{path}.index.json").is_file():
-        return True  # the name that `convert` got for shards
+    if is_name_of_shards(path):
+        return True
     if not path.is_dir():
-        return False  # reading traces reports what is missing
+        return False
     if (path / "config.json").exists():
         return True
     tensors = sorted(path.rglob("*.safetensors"))

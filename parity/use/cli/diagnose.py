@@ -14,7 +14,7 @@ from parity.use.cli.layers import (
     status_of,
     weight_options,
 )
-from parity.use.cli.messages import contradiction, refusal, requires
+from parity.use.cli.messages import add_hint, contradiction, refusal, requires
 from parity.use.cli.options import (
     FrameworkName,
     causal_option,
@@ -22,8 +22,8 @@ from parity.use.cli.options import (
     params_option,
     size_list,
 )
-from parity.use.cli.own_layer import own_layer
-from parity.use.cli.paths import kinds_of
+from parity.use.cli.own_layer import names_of_weights, own_layer
+from parity.use.cli.paths import kinds_of, missing_in
 from parity.use.cli.reports import attention_maps, html_option, write_page
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.explain.diagnosis.weights.differences import WeightsComparison
     from parity.use.running.report import Report
+
+INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two weight files"
 
 
 @command(
@@ -164,11 +166,14 @@ def run(options: Options) -> Result:
         return ranks.diagnose_division(options)
     if options.case is not None:
         raise requires("--case", "--mesh")
+    is_function = _is_function(options.files)
+    missing = None if is_function else missing_in(options.files)
+    if missing is not None:
+        raise refusal("INPUT", f"be {INPUTS}", f"{missing}, which does not exist")
     kinds = kinds_of(options.files)
     if taps.are_taps(options.files, kinds):
         _check_for_recordings(options, inputs)
         return taps.diagnose_recordings(options)
-    is_function = _is_function(options.files)
     if is_function:
         _check_for_function(options)
     else:
@@ -185,8 +190,7 @@ def run(options: Options) -> Result:
     elif len(options.files) == 2:
         return _diagnose_weights(options, out)
     else:
-        kinds = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two weight files"
-        raise refusal("INPUT", f"be {kinds}", inputs)
+        raise refusal("INPUT", f"be {INPUTS}", inputs)
     print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=options.verbose)
     write_page(options, report, maps)
     return 1 if diagnosis.is_wrong else 0, diagnosis
@@ -357,6 +361,7 @@ def _diagnose_function(options: Options, out: Console) -> tuple[Diagnosis, Repor
 
     Prints that the function is assumed to be causal, and what would be found if it is not.
     """
+    from mha_spec import InputError
     from parity.explain.diagnosis.diagnose import diagnose, observe
     from parity.measure.backends import FRAMEWORKS, load_backend
     from parity.use.reporting.console import working
@@ -374,7 +379,13 @@ def _diagnose_function(options: Options, out: Console) -> tuple[Diagnosis, Repor
         working("calling the layer and searching for bugs"),
     ):
         arithmetic = settings.get("arithmetic", "ieee")
-        observed = observe(function, problem, framework)
+        try:
+            observed = observe(function, problem, framework)
+        except InputError as error:
+            hint = names_of_weights(function, error.__cause__)
+            if hint:
+                add_hint(error, hint)
+            raise
         diagnosis = diagnose(observed, problem, arithmetic=arithmetic, seconds=seconds)
         if options.html is not None:
             report = report_of_stages(

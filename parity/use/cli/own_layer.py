@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from parity.measure.text import and_listed
 from parity.use.cli.command import Options
 from parity.use.cli.layers import layer_options
 from parity.use.cli.messages import refusal, requires
@@ -280,3 +281,16 @@ def _named_weights(
         dtype = problem.inputs["query"].dtype
         return {name: tensor.astype(dtype) for name, tensor in right.tensors.items()}
     return convert(problem.weights, source="canonical", target=names, spec=right.spec)
+
+
+def names_of_weights(function: Callable[..., Any], error: BaseException | None) -> str:
+    """Return the names that a function receives if it failed because of a name that is not among
+    them; else an empty text.
+    """
+    from parity.explain.conformance.functional import WithParams
+
+    if not isinstance(function, WithParams) or not isinstance(function.params, Mapping):
+        return ""
+    if not isinstance(error, KeyError) or not error.args or error.args[0] in list(function.params):
+        return ""
+    return f"{function.name} has {and_listed(function.params)}, and --names sets other names"

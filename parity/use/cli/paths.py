@@ -111,3 +111,16 @@ def kinds_of(paths: Sequence[str]) -> list[str]:
             kind = kind_of(path)
         kinds.append(kind)
     return kinds
+
+
+def is_name_of_shards(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is the name that `convert` got for a file that it wrote in shards."""
+    return os.path.isfile(f"{os.fspath(path)}.index.json")
+
+
+def missing_in(paths: Sequence[str]) -> str | None:
+    """Return the first path without a file or folder; None if there is none."""
+    for path in paths:
+        if not os.path.exists(path) and not is_name_of_shards(path):
+            return path
+    return None

@@ -12,7 +12,9 @@ from parity.use.cli.messages import names_like, refusal
 
 NAME = "pyproject.toml"
 
-TABLE = "tool.mha-parity"
+PROJECT = "mha-parity"
+
+TABLE = f"tool.{PROJECT}"
 
 
 def defaults_of_project(program: click.Group, command: str) -> dict[str, dict[str, Any]]:
@@ -23,7 +25,8 @@ def defaults_of_project(program: click.Group, command: str) -> dict[str, dict[st
     those of this command alone. A command ignores options of others.
 
     Raises:
-        ValueError: if the file is not TOML, or a name is not an option.
+        ValueError: if the file is not TOML, a name is not an option, or a value has another type
+            than its option.
     """
     path = _nearest_file()
     if path is None:
@@ -41,7 +44,8 @@ def defaults_of_project(program: click.Group, command: str) -> dict[str, dict[st
     defaults: dict[str, Any] = {}
     for name, option in own.items():
         if name in values:
-            defaults[str(option.name)] = _as_typed(values[name], option)
+            where = f"{path}: [{TABLE}] {name}"
+            defaults[str(option.name)] = _as_typed(values[name], option, where)
     return {command: defaults}
 
 
@@ -94,8 +98,8 @@ def _table_in(path: Path) -> Mapping[str, Any]:
     from parity.measure.files.small import read_text
 
     text = read_text(path)
-    # Most files have no such table, and need not be parsed.
-    if TABLE not in text:
+    # Most files have no such table, and need not be parsed. TOML has many forms of its heading.
+    if PROJECT not in text:
         return {}
     import tomllib
 
@@ -103,7 +107,11 @@ def _table_in(path: Path) -> Mapping[str, Any]:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise refusal(str(path), "be TOML", str(error)) from None
-    return content.get("tool", {}).get("mha-parity", {})
+    tools = content.get("tool", {})
+    table = tools.get(PROJECT, {}) if isinstance(tools, Mapping) else {}
+    if not isinstance(table, Mapping):
+        raise refusal(f"[{TABLE}]", "be a table", type(table).__name__, where=str(path))
+    return table
 
 
 def _options_of(command: click.Command | None) -> dict[str, click.Option]:
@@ -115,12 +123,22 @@ def _options_of(command: click.Command | None) -> dict[str, click.Option]:
     return options
 
 
-def _as_typed(value: Any, option: click.Option) -> Any:
+def _as_typed(value: Any, option: click.Option, where: str) -> Any:
     """Return a value as it would be typed: a list has commas between its items, or its option is
     repeated.
+
+    Raises:
+        ValueError: if the value has another type than the option.
     """
-    if option.multiple:
-        return value if isinstance(value, list) else [value]
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return value
+    if option.is_flag:
+        if not isinstance(value, bool):
+            raise refusal(where, "be true or false", repr(value))
+        return value
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        # A Boolean would pass as the number 1.
+        if isinstance(item, bool) or not isinstance(item, str | int | float):
+            raise refusal(where, "be a text, a number or a list", repr(value))
+    # Text, because 3.5 would pass as the integer 3.
+    typed = [str(item) for item in items]
+    return typed if option.multiple else ",".join(typed)

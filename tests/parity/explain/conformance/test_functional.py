@@ -296,7 +296,8 @@ def test_diagnose_accepts_params(own, capsys):
     )
     arguments = ["diagnose", "mine_functional:named", "--weights", "w.safetensors", "--no-causal"]
     assert main(arguments) == 2
-    assert refuses("the function", "KeyError: ").is_printed_in(capsys.readouterr().err)
+    refusal = refuses("the function", "KeyError: ", hint="has q_proj.weight, k_proj.weight")
+    assert refusal.is_printed_in(capsys.readouterr().err)
     assert main([*arguments, "--params", "mine_functional:NAMED"]) == 0
     assert (
         main(["diagnose", "w.safetensors", "w.safetensors", "--params", "mine_functional:NAMED"])

@@ -933,10 +933,6 @@ def a_list(x):
     return [x]
 
 
-def nothing(x):
-    return None
-
-
 def raises(x):
     raise KeyError("wo")
 """
@@ -1054,10 +1050,13 @@ def test_weight_files_have_no_page(folder, capsys):
             refuses("the function", "output: list"),
         ),
         (
-            ["a_port:nothing", "--weights", "layer.safetensors"],
-            refuses("the function", "output: NoneType"),
+            ["no_such.safetensors", "--model", "layer.safetensors"],
+            refuses("INPUT", "no_such.safetensors, which does not exist"),
         ),
-        (["a_port:raises", "--weights", "layer.safetensors"], refuses("the function", "KeyError")),
+        (
+            ["a_port:raises", "--weights", "layer.safetensors"],
+            refuses("the function", "KeyError: 'wo', in raises (a_port.py, line "),
+        ),
         (["layer.safetensors"] * 3, refuses("INPUT", "layer.safetensors layer.safetensors")),
         (["layer.safetensors"], refuses("INPUT", "layer.safetensors")),
         (

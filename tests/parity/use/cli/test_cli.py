@@ -225,17 +225,27 @@ def test_bad_usage_exits_2_with_one_line(capsys, arguments, refusal):
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments", [["run", "--weights"], ["diagnose"], ["bench", "--model"], ["compare"]]
-)
-def test_missing_file_is_named_in_error(capsys, arguments):
+def test_missing_file_is_named_in_error(tmp_path, monkeypatch, capsys):
     """If a file does not exist, the command exits with status 2 and prints one error line
-    with its path.
+    with its path, also next to a file that exists; so does `compare` of one folder of weights.
     """
-    assert main([*arguments, "/no/such/file"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert re.fullmatch("mha-parity: .*/no/such/file.*\n", captured.err)
+    monkeypatch.chdir(tmp_path)
+    np.savez("weights.npz", weight=np.zeros(1))
+    missing = "/no/such/file"
+    for words in (
+        ["run", "--weights", missing],
+        ["diagnose", missing],
+        ["diagnose", "weights.npz", missing],
+        ["bench", "--model", missing],
+        ["compare", missing],
+        ["compare", "weights.npz", missing],
+    ):
+        assert main(words) == 2, words
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert re.fullmatch(f"mha-parity: .*{missing}.*\n", captured.err), words
+    assert main(["compare", "."]) == 2
+    assert refuses("INPUT", ".").is_printed_in(capsys.readouterr().err)
 
 
 def test_missing_backend_exits_2(capsys, let_need):

@@ -382,7 +382,8 @@ def test_quiet_prints_only_errors(tmp_path, capsys):
 
 def test_project_sets_options(tmp_path, monkeypatch, capsys):
     """[tool.mha-parity] of the nearest pyproject.toml sets options of all commands that have them,
-    and of one; the command line overrides them, and an unknown name is an error.
+    and of one; the command line overrides them, and an unknown name or a value of another type is
+    an error.
     """
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
@@ -415,6 +416,13 @@ def test_project_sets_options(tmp_path, monkeypatch, capsys):
             "[tool.mha-parity.run]", "case", where=where, hint="did you mean cases"
         ),
         "[tool.mha-parity]\nx = = 1": refuses(where, "line 2"),
+        "[tool]\nmha-parity = 3": refuses("[tool.mha-parity]", "int", where=where),
+        "[[tool.mha-parity]]\nquiet = true": refuses("[tool.mha-parity]", "list", where=where),
+        "[tool]\nmha-parity.quiet = 1": refuses(f"{where}: [tool.mha-parity] quiet", "1"),
+        "[tool.mha-parity]\njson = true": refuses(f"{where}: [tool.mha-parity] json", "True"),
+        "[tool.mha-parity]\njson = 1979-05-27": refuses(
+            f"{where}: [tool.mha-parity] json", "datetime.date(1979, 5, 27)"
+        ),
     }
     for text, refusal in mistakes.items():
         project.write_text(text)
