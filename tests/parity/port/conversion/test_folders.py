@@ -296,7 +296,10 @@ def test_model_agrees_with_its_own_modules(name, tmp_path):
     assert not report.skipped_cases
     assert report.status == 0
     count = sum(layer.spec is not None for layer in specs_of(tmp_path))
-    assert sum(each.backend == "transformers" for each in report.comparisons) == count
+    own = [each.case for each in report.comparisons if each.backend == "transformers"]
+    # Relative biases, for example, show in a further case of the first layer.
+    further = [line.partition(":")[0] for line in report.exercised]
+    assert len([case for case in own if case not in further]) == count
 
 
 # ---- Keys and values of another layer ------------------------------------------------------------
