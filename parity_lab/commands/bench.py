@@ -5,7 +5,14 @@ from __future__ import annotations
 from parity.use.cli.command import Options, Result, command, option
 from parity.use.cli.layers import layer_options, passed_layer_flags, weight_options
 from parity.use.cli.messages import contradiction, refusal, requires
-from parity.use.cli.options import backend_list, check_names, dtype_list, name_list, range_list
+from parity.use.cli.options import (
+    backend_list,
+    check_names,
+    dtype_list,
+    from_option,
+    name_list,
+    range_list,
+)
 
 
 @command(
@@ -47,7 +54,7 @@ from parity.use.cli.options import backend_list, check_names, dtype_list, name_l
 @option(
     "--layers", type=range_list, metavar="0,5-7", help="layers of --model; default: all that differ"
 )
-@option("--from", "layout", metavar="LAYOUT", help="layout; default: from the file's metadata")
+@from_option()
 @weight_options("its layers")
 def run(options: Options) -> Result:
     """Measure, and print the results."""

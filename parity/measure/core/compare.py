@@ -217,6 +217,11 @@ class Comparison(JsonRecord):
             own_reason = reason
         return replace(self, status="failed", local_ratio=ratio, reason=own_reason)
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The case, dtype and backend, by which reports have diagnoses and commands."""
+        return self.case, self.dtype, self.backend
+
     def __str__(self) -> str:
         return self.as_text()
 
@@ -465,18 +470,19 @@ def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
     num_wrongly_not_finite = int(np.count_nonzero(~must_be_nan & ~np.isfinite(actual)))
     reasons = []
     if num_not_nan:
-        reasons.append(f"{_are(num_not_nan)} not NaN where the reference is")
+        reasons.append(f"{elements_are(num_not_nan)} not NaN where the reference is")
     if num_wrongly_not_finite:
         where = " where the reference is finite" if must_be_nan.any() else ""
-        reasons.append(f"{_are(num_wrongly_not_finite)} NaN or infinite{where}")
+        reasons.append(f"{elements_are(num_wrongly_not_finite)} NaN or infinite{where}")
     return ", ".join(reasons)
 
 
-def _are(number: int) -> str:
-    """Return a number of elements as a subject with its verb."""
+def elements_are(number: int, array: str = "") -> str:
+    """Return a number of elements, of an array if it has a name, as a subject with its verb."""
+    of_array = f" of {array}" if array else ""
     if number == 1:
-        return "1 element is"
-    return f"{number} elements are"
+        return f"1 element{of_array} is"
+    return f"{number} elements{of_array} are"
 
 
 # Names of stages may come from files, so that their number is not bounded. Most runs have fewer

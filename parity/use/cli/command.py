@@ -144,11 +144,11 @@ class Option(click.Option):
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         """Reject another option in the place of the value."""
-        flags = {flag for parameter in ctx.command.params for flag in parameter.opts}
-        if not self.is_flag and isinstance(value, str) and value in flags:
-            raise click.BadOptionUsage(
-                self.opts[-1], f"Option {self.opts[-1]!r} requires an argument", ctx
-            )
+        if isinstance(value, str) and value.startswith("-") and not self.is_flag:
+            flags = {flag for parameter in ctx.command.params for flag in parameter.opts}
+            if value in flags:
+                name = name_of(self)
+                raise click.BadOptionUsage(name, f"Option {name!r} requires an argument", ctx)
         return super().process_value(ctx, value)
 
 
@@ -157,6 +157,14 @@ def help_option_of(parameter: click.Option | None) -> click.Option | None:
     if parameter is not None:
         parameter.help = "show this help and exit"
     return parameter
+
+
+def name_of(parameter: click.Parameter) -> str:
+    """Return an argument or an option as the help calls it."""
+    if isinstance(parameter, click.Argument):
+        return str(parameter.metavar)
+    # The last of -j and --jobs is the long one.
+    return parameter.opts[-1]
 
 
 def group_of(parameter: click.Parameter) -> str:

@@ -19,7 +19,7 @@ from parity.use.cli.layers import (
     weight_options,
 )
 from parity.use.cli.messages import refusal, warn
-from parity.use.cli.options import name_list
+from parity.use.cli.options import from_option, name_list
 
 if TYPE_CHECKING:
     from parity.explain.identification.layers import LiveLayer
@@ -96,7 +96,7 @@ def _without_drop(words: Sequence[str]) -> list[str]:
 )
 @argument("source", metavar="SRC", help="a file, or a folder of shards or of files of ranks")
 @argument("target", metavar="DST", help="a file, whose suffix selects the format, or a folder")
-@option("--from", "layout", metavar="LAYOUT", help="layout of SRC; default: from its metadata")
+@from_option("layout of SRC; default: from its metadata")
 @option(
     "--to",
     required=True,

@@ -162,7 +162,7 @@ def run(options: Options) -> Result:
     out = console()
     inputs = " ".join(options.files)
     if options.mesh is not None:
-        _check_for_ranks(options, inputs)
+        _check_for_ranks(options)
         return ranks.diagnose_division(options)
     if options.case is not None:
         raise requires("--case", "--mesh")
@@ -224,7 +224,7 @@ def _seconds(options: Options) -> float:
     return options.seconds
 
 
-def _check_for_ranks(options: Options, inputs: str) -> None:
+def _check_for_ranks(options: Options) -> None:
     """Reject options that do not concern the stages of ranks."""
     # Ranks also may be causal or not.
     of_function = {**_of_function(options), "--causal": None, "--seconds": options.seconds}

@@ -154,9 +154,9 @@ def cases_option() -> Decorator:
     )
 
 
-def from_option(about: str = "layout; default: from the file's metadata", **more: Any) -> Decorator:
+def from_option(about: str = "layout; default: from the file's metadata") -> Decorator:
     """Declare the option for the layout of a file."""
-    return option("--from", "layout", metavar="LAYOUT", help=about, **more)
+    return option("--from", "layout", metavar="LAYOUT", help=about)
 
 
 def params_option() -> Decorator:

@@ -55,7 +55,7 @@ class _RightLayer(NamedTuple):
         weights: its canonical weights.
         spec: the layer.
         tensors: its weights by their names in the file.
-        case: a case of a few tokens.
+        case: a case of few tokens, or of as many as a window needs.
         received: keys and values of another layer, if it shares those.
         is_causal_known: whether an option or the model's configuration says if it is causal.
     """
@@ -85,8 +85,8 @@ def own_layer(options: Options) -> OwnLayer:
     reason = why_missing(FRAMEWORKS[framework])
     if reason:
         raise ModuleNotFoundError(reason)
-    right = _right_layer(source, options)
     dtype = "bfloat16" if framework == "ttnn" else "float32"  # the dtype of its fused kernels
+    right = _right_layer(source, dtype, options)
     problem = _problem(right, dtype, options)
     if receives_weights:
         named = _named_weights(problem, right, options.weight_names)
@@ -101,7 +101,7 @@ def own_layer(options: Options) -> OwnLayer:
 # ---- The right layer -----------------------------------------------------------------------------
 
 
-def _right_layer(source: str, options: Options) -> _RightLayer:
+def _right_layer(source: str, dtype: str, options: Options) -> _RightLayer:
     """Read the layer of a file or a model folder."""
     from parity.port.conversion.checkpoint import Checkpoint
     from parity.port.conversion.hints import CALLER, LayerHints
@@ -118,7 +118,7 @@ def _right_layer(source: str, options: Options) -> _RightLayer:
         is_causal = options.causal
         if is_causal is None and layer.model is not None:
             is_causal = layer.model.is_causal
-        case = _case(layer, spec, is_causal, options)
+        case = _case(layer, spec, is_causal, dtype, options)
         received = received_by(layer, layers.in_order, [case]).get(case.name, {})
         tensors = layer.tensors() if options.weight_names == "model" else {}
     return _RightLayer(weights, spec, tensors, case, received, is_causal is not None)
@@ -142,12 +142,15 @@ def _chosen_layer(layers: list[FileLayer], source: str, options: Options) -> Fil
     )
 
 
-def _case(layer: FileLayer, spec: AttentionSpec, is_causal: bool | None, options: Options) -> Case:
+def _case(
+    layer: FileLayer, spec: AttentionSpec, is_causal: bool | None, dtype: str, options: Options
+) -> Case:
     """Return a case for a layer: self-attention, causal unless it is known not to be, or calls that
     append to a cache, or cross-attention.
     """
     from mha_spec import GridBias
     from parity.measure.core.case import Case
+    from parity.measure.core.exercise import longer_case, not_exercised_by
     from parity.use.running.lengths import check_memory
 
     about = "inputs for a layer of the user"
@@ -176,7 +179,11 @@ def _case(layer: FileLayer, spec: AttentionSpec, is_causal: bool | None, options
             seq_len_k=seq_len + 4,
             is_causal=bool(is_causal),
         )
-    return Case("diagnose", spec, about, seq_len=seq_len, is_causal=is_causal is not False)
+    case = Case("diagnose", spec, about, seq_len=seq_len, is_causal=is_causal is not False)
+    if options.seq_len is not None or options.input is not None:
+        return case
+    # A window, for example, shows in longer sequences only.
+    return longer_case(case, not_exercised_by(case, dtype)) or case
 
 
 # ---- Inputs --------------------------------------------------------------------------------------
@@ -185,15 +192,10 @@ def _case(layer: FileLayer, spec: AttentionSpec, is_causal: bool | None, options
 def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
     """Return the weights of a layer and drawn inputs, or those of the files in the options."""
     from parity.explain.diagnosis.attention import input_array, read_array
-    from parity.measure.core.exercise import longer_case, not_exercised_by
     from parity.measure.core.problem import make_problem
 
     case = right.case
     if options.input is None:
-        is_free = options.seq_len is None and options.chunks is None
-        if is_free and not right.received:
-            # A window, for example, shows in longer sequences only.
-            case = longer_case(case, not_exercised_by(case, dtype)) or case
         return make_problem(case, dtype, right.weights, right.received)
     spec = right.spec
     query = input_array("--input", read_array(options.input), spec.d_in)

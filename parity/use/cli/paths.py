@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-import click
-
-from parity.use.cli.command import Options
+from parity.use.cli.command import Options, name_of
 from parity.use.cli.messages import refusal
 from parity.use.cli.options import flag_of
 
@@ -78,11 +76,8 @@ def _existing_folder(path: str) -> str:
 def _flag(name: str, options: Options) -> str:
     """Return an argument as the help of its command calls it."""
     for parameter in options.context.command.params:
-        if parameter.name != name:
-            continue
-        if isinstance(parameter, click.Argument):
-            return str(parameter.metavar)
-        return parameter.opts[-1]
+        if parameter.name == name:
+            return name_of(parameter)
     return flag_of(name)
 
 

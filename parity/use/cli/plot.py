@@ -9,7 +9,7 @@ from typing import Any
 from parity.use.cli.command import Options, Result, argument, command, option
 from parity.use.cli.layers import layer_options, weight_options
 from parity.use.cli.messages import check_exclusive, refusal, requires
-from parity.use.cli.options import causal_option, range_list
+from parity.use.cli.options import causal_option, from_option, range_list
 from parity.use.cli.paths import kind_of
 
 
@@ -38,7 +38,7 @@ from parity.use.cli.paths import kind_of
     "--sequence", type=int, default=0, metavar="B", help="sequence of the batch to draw; default: 0"
 )
 @option("--stage", help="stage of a trace, such as step0.attn_weights; default: the last one")
-@option("--from", "layout", metavar="LAYOUT", help="layout; default: from the file's metadata")
+@from_option()
 @weight_options("the layer")
 def run(options: Options) -> Result:
     """Draw, and print a summary."""

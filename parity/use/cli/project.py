@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from parity.use.cli.command import name_of
 from parity.use.cli.messages import names_like, refusal
 
 NAME = "pyproject.toml"
@@ -119,7 +120,7 @@ def _options_of(command: click.Command | None) -> dict[str, click.Option]:
     options: dict[str, click.Option] = {}
     for parameter in command.params if command is not None else ():
         if isinstance(parameter, click.Option):
-            options[parameter.opts[-1].lstrip("-")] = parameter
+            options[name_of(parameter).lstrip("-")] = parameter
     return options
 
 

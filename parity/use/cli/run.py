@@ -25,6 +25,7 @@ from parity.use.cli.options import (
     check_names,
     check_range,
     flag_of,
+    from_option,
     named_path,
     range_list,
 )
@@ -132,12 +133,7 @@ MOST_RANDOM = 10_000
 )
 @group(
     "reading weights",
-    option(
-        "--from",
-        "layout",
-        metavar="LAYOUT",
-        help="layout; default: from the file's metadata",
-    ),
+    from_option(),
     weight_options("the layers"),
 )
 @group(

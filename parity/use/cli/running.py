@@ -60,10 +60,9 @@ def _no_output() -> Iterator[None]:
 def _run_and_write(command: Command, options: Options) -> int:
     from mha_spec import InputError
     from parity.measure.core.user_code import user_code
-
-    run: Any = command.callback
     from parity.use.reporting.console import colored
 
+    run: Any = command.callback
     try:
         # Code of the user may call sys.exit(0), which would end without a result.
         with user_code(f"code that mha-parity {options.command} ran"), colored(options.color):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import click
 
+from parity.use.cli.command import name_of
+
 
 def words_of_usage_error(error: click.ClickException, words: Sequence[str]) -> str:
     """Return what is wrong with a command line, and how to go on.
@@ -29,21 +31,14 @@ def words_of_usage_error(error: click.ClickException, words: Sequence[str]) -> s
             hint = _did_you_mean(error.possibilities) or f"`{path} --help` lists its options"
         return f"unknown option {error.option_name!r}; {hint}"
     if isinstance(error, click.MissingParameter) and error.param is not None:
-        return f"missing {_name(error.param)}; usage: {_usage(context)}"
+        kind = "argument" if isinstance(error.param, click.Argument) else "option"
+        return f"missing {kind} {name_of(error.param)}; usage: {_usage(context)}"
     text = error.message.rstrip(".")
     if isinstance(error, click.BadParameter) and error.param is not None:
-        text = f"{_name(error.param).removeprefix('argument ').removeprefix('option ')} {text}"
+        text = f"{name_of(error.param)} {text}"
     else:
         text = text[:1].lower() + text[1:]
     return f"{text}; `{path} --help` describes the options"
-
-
-def _name(parameter: click.Parameter) -> str:
-    """Return what kind of argument a parameter is, and its name in the help."""
-    if isinstance(parameter, click.Argument):
-        return f"argument {parameter.metavar}"
-    # The last of -j and --jobs is the long one.
-    return f"option {parameter.opts[-1]}"
 
 
 def _did_you_mean(names: Sequence[str] | None) -> str:
@@ -63,5 +58,5 @@ def _usage(context: click.Context | None) -> str:
         if isinstance(parameter, click.Argument):
             arguments += parameter.get_usage_pieces(context)
         elif parameter.required:
-            pieces.append(f"{parameter.opts[-1]} {parameter.metavar or 'VALUE'}")
+            pieces.append(f"{name_of(parameter)} {parameter.metavar or 'VALUE'}")
     return " ".join([*pieces, *arguments])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parity.use.cli.command import OneOf, Options, Result, argument, command, option
 from parity.use.cli.layers import layer_options, weight_options
 from parity.use.cli.messages import contradiction, print_out, refusal, requires
-from parity.use.cli.options import FrameworkName
+from parity.use.cli.options import FrameworkName, from_option
 
 if TYPE_CHECKING:
     from parity.port.conversion.layers import FileLayer
@@ -77,7 +77,7 @@ def _paths(options: Options) -> list[Path]:
     help="also write a test: against the float64 reference, or against a trace, without mha-parity",
 )
 @option("--force", is_flag=True, help="replace files that exist")
-@option("--from", "layout", metavar="LAYOUT", help="layout; default: from the file's metadata")
+@from_option()
 @weight_options("a layer")
 def run(options: Options) -> Result:
     """Write the layer, and its test if requested."""

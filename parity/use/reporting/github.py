@@ -32,11 +32,11 @@ def annotation_lines(report: Report) -> Iterator[str]:
 def _message(difference: Comparison, report: Report) -> str:
     """Return why a case failed, and how to run it again."""
     lines = []
-    diagnosis = report.diagnoses.get((difference.case, difference.dtype, difference.backend))
+    diagnosis = report.diagnoses.get(difference.key)
     if diagnosis is not None:
         lines.append(diagnosis.text)
     lines.append(str(difference))
-    command = report.commands.get((difference.case, difference.dtype, difference.backend))
+    command = report.commands.get(difference.key)
     if command is not None:
         lines.append(f"Run it again: {command}")
     return "\n".join(lines)

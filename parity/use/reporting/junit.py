@@ -123,7 +123,7 @@ def _failure(difference: Comparison, report: Report) -> ElementTree.Element:
     """Return the failure of a case: its cause as the message if it is known; then the diagnosis and
     the difference.
     """
-    key = (difference.case, difference.dtype, difference.backend)
+    key = difference.key
     diagnosis = report.diagnoses.get(key)
     message = f"{difference.stage}: {difference.worse_ratio:.3g} times the error budget"
     tag = "failure"

@@ -64,7 +64,7 @@ def _print_failures(
 ) -> None:
     """Print the first differences with their diagnoses, and how many more there are."""
     for comparison in differences[:DETAILED_FAILURES]:
-        key = (comparison.case, comparison.dtype, comparison.backend)
+        key = comparison.key
         diagnosis = report.diagnoses.get(key)
         out.print()
         print_failure(comparison, diagnosis, out, verbose=verbose)

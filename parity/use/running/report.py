@@ -136,8 +136,7 @@ class Report:
         """The comparisons by case, dtype and backend."""
         groups: dict[tuple[str, str, str], list[Comparison]] = {}
         for comparison in self.comparisons:
-            key = (comparison.case, comparison.dtype, comparison.backend)
-            groups.setdefault(key, []).append(comparison)
+            groups.setdefault(comparison.key, []).append(comparison)
         return groups
 
     def first_differences(self) -> list[Comparison]:

@@ -19,6 +19,7 @@ from parity.measure.core.compare import (
     Comparison,
     Label,
     budget,
+    elements_are,
     factor,
     failure,
     first_difference,
@@ -559,7 +560,7 @@ def _why_not_comparable(
         return f"dtype {actual.dtype}, expected {expected.dtype}"
     not_finite = int(np.count_nonzero(~np.isfinite(expected)))
     if not_finite:
-        return _not_finite(not_finite, "expected")
+        return f"{elements_are(not_finite, 'expected')} NaN or infinite"
     if _kind(actual) == "integer" and max(_largest(actual), _largest(expected)) > LARGEST_INTEGER:
         return f"integers beyond {LARGEST_INTEGER} cannot be compared"
     if same_precision is None:
@@ -570,14 +571,8 @@ def _why_not_comparable(
         return f"dtype {actual.dtype}, that of same_precision is {same_precision.dtype}"
     not_finite = int(np.count_nonzero(~np.isfinite(same_precision)))
     if not_finite:
-        return _not_finite(not_finite, "same_precision")
+        return f"{elements_are(not_finite, 'same_precision')} NaN or infinite"
     return ""
-
-
-def _not_finite(number: int, array: str) -> str:
-    if number == 1:
-        return f"1 element of {array} is NaN or infinite"
-    return f"{number} elements of {array} are NaN or infinite"
 
 
 def _kind(array: np.ndarray) -> str:

@@ -72,8 +72,7 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
             test = _test_of(request.node, name)
             for comparison in comparisons:
                 recorder.comparisons.append(replace(comparison, test=test))
-            first = comparisons[0]
-            key = (first.case, first.dtype, first.backend)
+            key = comparisons[0].key
             recorder.commands[key] = shlex.join(["pytest", request.node.nodeid])
             if diagnosis is not None:
                 # A report does not need the converted arrays, which may be large.

@@ -49,7 +49,7 @@ def quantized_caches(case: Case) -> Iterator[Edit]:
     for words in ("values", "keys", "keys and values"):
         yield _zero(bug, words, NAMES[words])
     for words, names in NAMES.items():
-        yield from _of_scales(bug, words, names, quantization)
+        yield from _of_scales(bug, words, names)
         if quantization.has_zero_point:
             yield from _of_zero_points(bug, words, names, quantization)
         yield rounding(
@@ -90,12 +90,7 @@ def _zero(bug: Callable[..., Edit], words: str, names: tuple[str, ...]) -> Edit:
     )
 
 
-def _of_scales(
-    bug: Callable[..., Edit],
-    words: str,
-    names: tuple[str, ...],
-    quantization: CacheQuantization,
-) -> Iterator[Edit]:
+def _of_scales(bug: Callable[..., Edit], words: str, names: tuple[str, ...]) -> Iterator[Edit]:
     rounding = partial(bug, is_rounding=True)
     one = always(np.ones((1, 1, 1, 1)))
     yield rounding(
