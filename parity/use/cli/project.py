@@ -54,7 +54,9 @@ def _check_names(
     table: Mapping[str, Any], options_by_command: Mapping[str, Collection[str]], path: str
 ) -> None:
     """Reject names that are neither options nor commands."""
-    all_options = {name for names in options_by_command.values() for name in names}
+    all_options: set[str] = set()
+    for names in options_by_command.values():
+        all_options.update(names)
     for name, value in table.items():
         if isinstance(value, Mapping):
             _check_table(name, value, options_by_command, path)
