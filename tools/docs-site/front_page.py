@@ -4,6 +4,8 @@
 
 draws the session of docs/how-to/own-layer.md, whose output a test compares with the command's, and
 writes docs/_static/diagnosis-light.svg and -dark.svg. Another test compares these with the page.
+
+rich can export SVG as well, but its pictures load their font from a server.
 """
 
 import html
