@@ -17,7 +17,7 @@ from parity.measure.core.quantization import FIXED, NAMES, SCALE_AXES, CacheQuan
 from parity.measure.core.reference.quantized import range_of, scales_of_range
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import Weights, dtype_named
-from parity.port.tapping.record import TappedCall, TappedLayer, is_hidden
+from parity.port.tapping.record import VALUES, TappedCall, TappedLayer, is_hidden
 
 TOKENS = {
     "input": 1,
@@ -377,7 +377,9 @@ def sequences_by_prompt(layer: TappedLayer) -> list[list[Sequences]]:
 
 
 def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
-    """Return the calls of each prompt and its steps."""
+    """Return the calls of each prompt and its steps, of the sequences that its last call
+    continues.
+    """
     runs: list[list[TappedCall]] = []
     for call in layer.calls:
         if call.past is None:
@@ -402,7 +404,32 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
                 raise InputError(
                     layer.name, "attend to one sequence from the first token on", "another one"
                 )
-    return runs
+    return [_continued(calls) for calls in runs]
+
+
+def _continued(calls: list[TappedCall]) -> list[TappedCall]:
+    """Return the calls of the sequences that the last call continues, each in its row there.
+
+    Beam search copies some sequences between two calls, and drops others.
+    """
+    if all(call.continued_rows is None for call in calls):
+        return calls
+    rows = np.arange(len(calls[-1].values["input"]))
+    continued = []
+    for call in reversed(calls):
+        values = {name: _rows_of(name, x, rows) for name, x in call.values.items()}
+        continued.append(replace(call, values=values))
+        if call.continued_rows is not None:
+            rows = np.array(call.continued_rows)[rows]
+    return continued[::-1]
+
+
+def _rows_of(name: str, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the values of some sequences; what all sequences share has one row."""
+    axis = x.ndim - len(VALUES[name]) if name in VALUES else 0
+    if x.shape[axis] == 1:
+        return x
+    return np.take(x, rows, axis=axis)
 
 
 def _by_padding(calls: list[TappedCall]) -> list[Sequences]:

@@ -65,6 +65,10 @@ if values come from another input than keys.
 """
 
 
+OF_CALL = ("past", "first_key", "continued_rows")
+"""Fields of a call that a file describes as text; all others are tensors."""
+
+
 @dataclass(frozen=True)
 class TappedCall:
     """One call of a layer.
@@ -74,11 +78,14 @@ class TappedCall:
         past: number of tokens cached before; None if unknown.
         first_key: index of the first key that the call attended to among all tokens: a window's
             cache drops older ones.
+        continued_rows: the row of each sequence in the call before, if the model reordered the
+            cache, as beam search does; None if every sequence stays in its row.
     """
 
     values: dict[str, np.ndarray] = field(repr=False)
     past: int | None = None
     first_key: int = 0
+    continued_rows: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -171,7 +178,7 @@ class Tapped:
         for place, layer in enumerate(self.layers):
             calls = []
             for number, call in enumerate(layer.calls):
-                calls.append({"past": call.past, "first_key": call.first_key})
+                calls.append({name: getattr(call, name) for name in OF_CALL})
                 for name, value in call.values.items():
                     tensors[f"{place}/{number}/{name}"] = value
             layers.append({**vars(layer), "calls": calls})
@@ -217,6 +224,7 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
         for layer in tapped.layers:
             for call in layer.calls:
                 _check_shapes(layer.name, call.values)
+                _check_rows(layer.name, call)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
             path, "hold its layers and calls as they were written", repr(error)
@@ -233,8 +241,11 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
     calls = []
     counts = []
     for call in fields["calls"]:
-        past, first_key = call["past"], call["first_key"]
-        calls.append(TappedCall({}, past, first_key))
+        past, first_key, rows = [call[name] for name in OF_CALL]
+        if rows is not None:
+            rows = tuple(rows)
+            counts += rows
+        calls.append(TappedCall({}, past, first_key, rows))
         counts += [number for number in (past, first_key) if number is not None]
     layer = TappedLayer(**{**fields, "calls": calls})
     counts += [layer.index, layer.training]  # in Python, True and False are integers
@@ -272,6 +283,17 @@ def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
             if axis in ("B", "T") and sizes.setdefault(axis, size) != size:
                 rule = f"be {axes} with {axis} = {sizes[axis]}"
                 raise InputError(f"{name} of {layer}", rule, {f"{name}.shape": x.shape})
+
+
+def _check_rows(layer: str, call: TappedCall) -> None:
+    """Reject rows that the call before cannot have."""
+    rows = call.continued_rows
+    if rows is None:
+        return
+    batch_size = len(call.values["input"])
+    if len(rows) != batch_size or any(row >= batch_size for row in rows):
+        rule = f"be a row below {batch_size} for each of {batch_size} sequences"
+        raise InputError(f"continued_rows of {layer}", rule, str(rows))
 
 
 def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list[str]:

@@ -5,8 +5,9 @@ They are on modules, on two functions of transformers, and on operations.
 The attention function is intercepted in `AttentionInterface.get_interface`, where layers look it
 up. That covers all functions, including eager ones, which are in no table, and leaves the model's
 configuration, which decides on masks, unchanged. New keys and values are recorded in
-`Cache.update`, because the attention function may receive others. If a layer calls no attention
-function, its operations are recorded: see `parity.port.tapping.operations`.
+`Cache.update`, because the attention function may receive others. `reorder_cache`, which beam
+search calls, says which sequences the next call continues. If a layer calls no attention function,
+its operations are recorded: see `parity.port.tapping.operations`.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ _LISTENING: list[Mapping[nn.Module, _TorchListener]] = []
 """Listeners of each open tap, by module."""
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {}
-"""The original functions, by name, while a tap is open."""
+"""The original functions, by the name of what replaces them while a tap is open."""
 
 
 @contextmanager
@@ -125,10 +126,17 @@ def _listening(listeners: Mapping[nn.Module, _TorchListener]) -> Iterator[None]:
         yield
         return
     interface: Any = sys.modules["transformers.modeling_utils"].AttentionInterface
-    cache: Any = sys.modules["transformers.cache_utils"].Cache
+    caches: Any = sys.modules["transformers.cache_utils"]
+    replaced = (
+        (interface, "get_interface", _get_interface),
+        (caches.Cache, "update", _update),
+        (caches.Cache, "reorder_cache", _reorder_cache),
+        (caches.EncoderDecoderCache, "reorder_cache", _reorder_both_caches),
+    )
     if not _LISTENING:
-        _ORIGINALS.update(get_interface=interface.get_interface, update=cache.update)
-        interface.get_interface, cache.update = _get_interface, _update
+        for owner, name, replacement in replaced:
+            _ORIGINALS[replacement.__name__] = getattr(owner, name)
+            setattr(owner, name, replacement)
     _LISTENING.append(listeners)
     try:
         yield
@@ -136,13 +144,13 @@ def _listening(listeners: Mapping[nn.Module, _TorchListener]) -> Iterator[None]:
         # Taps may close in any order; the last one to close restores the functions.
         _LISTENING.remove(listeners)
         if not _LISTENING:
-            interface.get_interface = _ORIGINALS["get_interface"]
-            cache.update = _ORIGINALS["update"]
+            for owner, name, replacement in replaced:
+                setattr(owner, name, _ORIGINALS[replacement.__name__])
 
 
 def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `AttentionInterface.get_interface` while a tap is open."""
-    function = _ORIGINALS["get_interface"](self, *args, **kwargs)
+    function = _ORIGINALS["_get_interface"](self, *args, **kwargs)
 
     @functools.wraps(function)
     def recording_attention(
@@ -169,7 +177,27 @@ def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **k
         for listener in listeners.values():
             if listener.cache is self:
                 listener.cache_updated(key_states, value_states)
-    return _ORIGINALS["update"](self, key_states, value_states, *args, **kwargs)
+    return _ORIGINALS["_update"](self, key_states, value_states, *args, **kwargs)
+
+
+def _reorder_cache(self: Any, beam_idx: Tensor) -> Any:
+    """Replace `Cache.reorder_cache` while a tap is open."""
+    _notify_of_order(self, beam_idx)
+    return _ORIGINALS["_reorder_cache"](self, beam_idx)
+
+
+def _reorder_both_caches(self: Any, beam_idx: Tensor) -> Any:
+    """Replace `EncoderDecoderCache.reorder_cache` while a tap is open."""
+    _notify_of_order(self, beam_idx)
+    return _ORIGINALS["_reorder_both_caches"](self, beam_idx)
+
+
+def _notify_of_order(cache: Any, beam_idx: Tensor) -> None:
+    """Tell the listeners of a cache which row each sequence of its next call continues."""
+    for listeners in _LISTENING:
+        for listener in listeners.values():
+            if listener.last_cache is cache:
+                listener.cache_reordered(beam_idx)
 
 
 # ---- Modules -------------------------------------------------------------------------------------
@@ -273,6 +301,8 @@ class _TorchListener:
         self.past: int | None = None
         self.first_key = 0
         self.cache: Any = None
+        self.last_cache: Any = None
+        self.continued_rows: np.ndarray | None = None
         self.adds_residual = False
         self.num_keys = 0
         self.history: dict[str, np.ndarray] = {}
@@ -303,6 +333,16 @@ class _TorchListener:
             if isinstance(weight, Tensor) and weight.ndim == 2:
                 handle = child.register_forward_hook(functools.partial(self._projected, name))
                 stack.callback(handle.remove)
+
+    def cache_reordered(self, beam_idx: Tensor) -> None:
+        """Continue other sequences in the next call: sequence b that of row beam_idx[b], (B,)."""
+        rows = to_numpy(beam_idx)
+        for name, x in self.history.items():
+            self.history[name] = x[rows]
+        if self.continued_rows is None:
+            self.continued_rows = rows
+        else:
+            self.continued_rows = self.continued_rows[rows]
 
     # The call of the layer begins.
 
@@ -347,7 +387,10 @@ class _TorchListener:
             if arguments.get(name) is not None:
                 self.cache = arguments[name]
                 break
+        self.last_cache = self.cache
         self.past = _num_cached(self.cache, self.layer.index)
+        if not self.past:
+            self.continued_rows = None
         self.num_keys = 0
         if self.cache is not None and getattr(self.module, "is_kv_shared_layer", False):
             # It has no keys of its own; the first layer has already appended those of this call.
@@ -593,8 +636,14 @@ class _TorchListener:
         if "q" not in self.values:
             self.values |= self.projections
         self.layer.cache = _quantized_cache(self.cache, self.layer.index) or self.layer.cache
-        self.layer.calls.append(TappedCall(self.values, self.past, self.first_key))
+        rows = None
+        if self.continued_rows is not None:
+            rows = tuple(self.continued_rows.tolist())
+            if rows == tuple(range(len(rows))):
+                rows = None
+        self.layer.calls.append(TappedCall(self.values, self.past, self.first_key, rows))
         self.values, self.projections, self.segments, self.cache = {}, {}, [], None
+        self.continued_rows = None
 
     def _record_operations(self) -> None:
         """Record attention from operations.

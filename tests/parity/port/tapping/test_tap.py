@@ -26,6 +26,7 @@ from helpers.selection import first_families, stack_signature
 from rich.console import Console
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DynamicCache,
     QuantizedCache,
     QuantizedLayer,
@@ -1781,17 +1782,62 @@ def test_nnx_steps_with_cache_pass(rng):
 
 
 @pytest.mark.costly("judges a recording of three beams")
-def test_beam_search_differs_at_the_cache():
-    """Beam search reorders the cache, so a layer first differs at its cached keys."""
+def test_beam_search_follows_its_sequences(tmp_path):
+    """Beam search continues sequences in other rows: they are followed back, and every layer
+    agrees, also in a file.
+    """
     model = of_six_layers("llama")
     specs = specs_of(model.config.to_dict())
     with parity.tap(model) as tapped:
         generate(model, num_beams=3)
+    rows = [call.continued_rows for call in tapped.layers[0].calls]
+    assert any(of_call is not None for of_call in rows)
     weights = weights_in(model, tapped, specs)
-    verdict = parity.check_tap(
-        tapped, {0: specs[0].spec}, weights
-    )  # for one layer: the caches of others differ equally
-    assert stage_named(verdict.first.difference.stage).quantity == "cache.keys"
+    path = tmp_path / "tap.safetensors"
+    tapped.save(path)
+    for recording in (tapped, parity.load_tap(path)):
+        assert [call.continued_rows for call in recording.layers[0].calls] == rows
+        assert parity.check_tap(recording, specs, weights).passed
+
+
+def test_beams_with_two_caches_are_followed(tmp_path):
+    """An encoder and decoder have two caches, which beam search reorders together."""
+    model = encoder_decoder("bart")
+    with parity.tap(model) as tapped:
+        from_encoded(model, num_beams=3)
+    decoder = [layer for layer in tapped.layers if "decoder" in layer.name]
+    rows = {tuple(call.continued_rows for call in layer.calls) for layer in decoder}
+    assert len(rows) == 1
+    assert any(of_call is not None for of_call in rows.pop())
+    assert not any("cache.keys" in call.values for layer in decoder for call in layer.calls)
+    assert verdict_by_folder(model, tapped, tmp_path).passed
+
+
+def test_lost_order_of_beams_shows_at_the_cache(monkeypatch):
+    """A cache that keeps its rows where beam search continues others has wrong keys."""
+    model = of_six_layers("llama")
+    # Calls of another prompt before do not matter.
+    with parity.tap(model) as tapped:
+        generate(model)
+        monkeypatch.setattr(CacheLayerMixin, "reorder_cache", lambda *_: None)
+        generate(model, num_beams=3)
+    for layer in tapped.layers:
+        wrong = ["cache.keys" in call.values for call in layer.calls]
+        assert not any(wrong[:5])
+        assert any(wrong[5:])
+
+
+def test_rows_of_beams_in_a_file_are_checked(tmp_path):
+    """Rows that the call before does not have raise an error when a recording is read."""
+    model = of_six_layers("llama")
+    with parity.tap(model) as tapped:
+        generate(model, count=2, num_beams=2)
+    layer = tapped.layers[0]
+    layer.calls[1] = replace(layer.calls[1], continued_rows=(0, 1, 2, 4))
+    path = tmp_path / "tap.safetensors"
+    tapped.save(path)
+    with pytest.raises(ValueError, match=r"continued_rows of .*a row below 4"):
+        parity.load_tap(path)
 
 
 class _Decoder(nnx.Module):
