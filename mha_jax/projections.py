@@ -138,9 +138,7 @@ def project_output(
     """
     if spec.gate is not None:
         gate = project("gate_proj", query)
-        check_features(
-            "gate_proj", gate, spec.num_heads * (1 if spec.gate.per_head else spec.value_head_dim)
-        )
+        check_features("gate_proj", gate, spec.projections["gate_proj"].d_out)
         context = apply_gate(context, gate)
     output = context.swapaxes(1, 2)
     output = output.reshape(*output.shape[:2], output.shape[2] * output.shape[3])

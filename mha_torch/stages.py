@@ -14,9 +14,8 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import check_kernel
 from mha_torch.arrays import at_least_float32, without_autocast
-from mha_torch.checks import check_heads, check_scored
+from mha_torch.checks import check_heads, check_kernel, check_scored
 from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
 from mha_torch.features.relative_products import relative_position_products
@@ -104,6 +103,7 @@ def masked_softmax(
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the softmax over visible keys; fully masked rows are 0, and so are their gradients."""
     if mask is None:
         return torch.softmax(scores, dim=-1)
     # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of

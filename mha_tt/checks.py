@@ -210,6 +210,13 @@ def check_finite(weights: Mapping[str, np.ndarray]) -> None:
         raise InputError("weights", "be finite", f"NaN or infinities in {wrong}")
 
 
+def check_kernel(kernel: object) -> None:
+    """Refuse a kernel that cannot be called."""
+    if not callable(kernel):
+        rule = "be a function of q, k, v, a Mask and Scores"
+        raise InputTypeError("kernel", rule, type(kernel).__name__)
+
+
 def check_layer_inputs(
     query: Tensor,
     key: Tensor | None,

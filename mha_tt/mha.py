@@ -21,11 +21,17 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.attention import check_spec, spec_from
-from mha_spec.rules import check_kernel
 from mha_tt import stages
 from mha_tt.axes import with_one_batch_axis
-from mha_tt.checks import check_dtype, check_input_dtype, check_layer_inputs, check_tiles, checked
-from mha_tt.decode.places import PreparedWeights
+from mha_tt.checks import (
+    check_dtype,
+    check_input_dtype,
+    check_kernel,
+    check_layer_inputs,
+    check_tiles,
+    checked,
+)
+from mha_tt.decode.positions import PreparedWeights
 from mha_tt.device import accurate_config, describe_config
 from mha_tt.features.rope import Rotation, rotation_of
 from mha_tt.kernels import Kernel, fused
@@ -268,11 +274,11 @@ class AttentionLayer:
             return self.weights
         return None
 
-    def _with_cached(
+    def _uploaded_once(
         self, seq_len: int, mask: Mask, positions: np.ndarray | Rotation | None
     ) -> tuple[Mask, np.ndarray | Rotation | None]:
         """Return mask and positions of self-attention; causal masks (of layers without chunks) and
-        default rotations are cached between calls.
+        default rotations are uploaded once for many calls of one length.
         """
         if mask.is_causal and mask.has_only("is_causal"):
             if self._causal_mask is None or self._causal_mask.seq_len != seq_len:
@@ -367,9 +373,8 @@ class MultiHeadAttention(AttentionLayer):
         """
         self.check_input("query", query)
         full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)
-        places = positions
         if key is None:
-            full_mask, places = self._with_cached(query.shape[-2], full_mask, positions)
+            full_mask, positions = self._uploaded_once(query.shape[-2], full_mask, positions)
         output, attn_weights = attention_layer(
             self,
             query,
@@ -378,7 +383,7 @@ class MultiHeadAttention(AttentionLayer):
             full_mask,
             bias=bias,
             need_weights=need_weights,
-            positions=places,
+            positions=positions,
         )
         return self.drop_output(output), attn_weights
 
@@ -419,8 +424,8 @@ class MultiHeadSelfAttention(AttentionLayer):
         """
         self.check_input("x", x)
         full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)
-        full_mask, places = self._with_cached(x.shape[-2], full_mask, positions)
+        full_mask, positions = self._uploaded_once(x.shape[-2], full_mask, positions)
         output, _ = attention_layer(
-            self, x, None, None, full_mask, bias=bias, need_weights=False, positions=places
+            self, x, None, None, full_mask, bias=bias, need_weights=False, positions=positions
         )
         return self.drop_output(output)

@@ -19,13 +19,8 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import check_kernel
 from mha_tt.arrays import as_dtype, at_least_float32, nan_where
-from mha_tt.checks import (
-    check_heads,
-    check_scored,
-    check_tiles,
-)
+from mha_tt.checks import check_heads, check_kernel, check_scored, check_tiles
 from mha_tt.device import accurate_config, upload, zeros
 from mha_tt.features.alibi import alibi_bias
 from mha_tt.features.relative_bias import relative_position_bias

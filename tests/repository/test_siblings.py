@@ -232,7 +232,7 @@ EXTRA_NAMES = {
         # writing into a cache precedes any other sign that it belongs to another layer,
         "check_cache_holds",
         "check_cached_step",  # and one new token per sequence has its own kernel
-        "Cache.places",  # counted on the device
+        "Cache.next_positions",  # counted on the device
         *WRITTEN_OVER,
         *("Cache.pages", "Cache.page_table", "Cache.is_within"),  # a cache may be paged
         "PagedKVCache",

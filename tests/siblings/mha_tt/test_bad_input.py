@@ -904,7 +904,10 @@ def test_invalid_cache_changes_raise(device, name):
 
 
 CACHED = {
-    "batch": ({"x": ones(3, 3, 8)}, refuses("x", {"x.shape[0]": 3, "cached": 2})),
+    "batch": (
+        {"x": ones(3, 3, 8)},
+        refuses("x", {"x.shape": ..., "cache.lengths.shape": (2,)}),
+    ),
     "too many tokens": (
         {"x": ones(2, 5, 8)},
         refuses("lengths + new tokens", lengths=[0, 0], new_lengths=[5, 5]),
@@ -912,11 +915,11 @@ CACHED = {
     "no cache": ({"cache": None}, refuses_type("cache", "NoneType")),
     "cache heads": (
         {"cache": cache(2, 1, 4, 4)},
-        refuses("cache.keys", "cache.keys.shape=(2, 1, 32, 32)"),
+        refuses("cache.keys", {"cache.keys.shape": (2, 1, 32, 32)}),
     ),
     "cache head_dim": (
         {"cache": cache(2, 2, 4, 40)},
-        refuses("cache.keys", "cache.keys.shape=(2, 2, 32, 64)"),
+        refuses("cache.keys", {"cache.keys.shape": (2, 2, 32, 64)}),
     ),
     "cache dtype": (
         {"cache": cache(2, 2, 4, 4, dtype=ttnn.float32)},
@@ -962,9 +965,12 @@ LATENTS = {
     "no cache": ({"cache": None}, refuses_type("cache", "NoneType")),
     "kv_rank": (
         {"cache": latent_cache(2, 4, 33, 2)},
-        refuses("cache.latents", "cache.latents.shape=(2, 1, 32, 128)"),
+        refuses("cache.latents", {"cache.latents.shape": (2, 1, 32, 128)}),
     ),
-    "batch": ({"x": ones(3, 3, 8)}, refuses("x", {"x.shape[0]": 3, "cached": 2})),
+    "batch": (
+        {"x": ones(3, 3, 8)},
+        refuses("x", {"x.shape": ..., "cache.lengths.shape": (2,)}),
+    ),
     "too many tokens": (
         {"x": ones(2, 5, 8)},
         refuses("lengths + new tokens", lengths=[0, 0], new_lengths=[5, 5]),
