@@ -60,14 +60,14 @@ def attention_scores(
     )
     if rules.soft_cap is not None:
         scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
-    lengths = (scores.shape[2], scores.shape[3])
+    seq_lens = (scores.shape[2], scores.shape[3])
     dtype = scores.dtype
     if rules.alibi_slopes is not None:
-        scores = scores + alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=dtype)
+        scores = scores + alibi_bias(rules.alibi_slopes, *seq_lens, q_offset, scores_dtype=dtype)
     if rules.relative_bias is not None:
         table = learned["relative_bias"]
         scores = scores + relative_position_bias(
-            table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype
+            table, rules.relative_bias, *seq_lens, q_offset, scores_dtype=dtype
         )
     if rules.relative_products is not None:
         products = relative_position_products(

@@ -23,6 +23,7 @@ from mha_tt.checks import (
     check_count,
     check_dtype,
     check_is_cache,
+    check_is_device,
     check_lengths,
     check_tiles,
     check_width,
@@ -224,7 +225,8 @@ def init_cache(
         device: device of the cache.
 
     Raises:
-        TypeError: if a size is not an integer or the dtype not floating point.
+        TypeError: if a size is not an integer, the dtype not floating point, or device is something
+            else.
         ValueError: if a size is below 1, or the batch size below 0, or there are more than 32
             heads.
     """
@@ -237,6 +239,7 @@ def init_cache(
         raise InputError(
             "num_kv_heads", f"be at most {MOST_KV_HEADS} for a cache", num_kv_heads=num_kv_heads
         )
+    check_is_device(device)
     check_dtype("dtype", dtype)
     shape = (batch_size, num_kv_heads, round_up(capacity))
     return KVCache(
@@ -477,10 +480,12 @@ def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
     the cache.
     """
     check_tiles("x", x)
-    dtype = next(iter(cache.slots.values())).dtype
-    if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
+    name, slots = next(iter(cache.slots.items()))
+    if (x.dtype == ttnn.float32) != (slots.dtype == ttnn.float32):
         raise InputTypeError(
-            "x", "be float32 if the cache is", {"x.dtype": x.dtype, "dtype": dtype}
+            "x",
+            "be float32 if the cache is",
+            {"x.dtype": x.dtype, f"cache.{name}.dtype": slots.dtype},
         )
     if x.shape[0] != cache.lengths.shape[0]:
         raise InputError(

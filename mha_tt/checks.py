@@ -71,6 +71,14 @@ def check_on_device(name: str, x: Tensor) -> None:
         )
 
 
+def check_is_device(device: object) -> None:
+    """Refuse anything but a device."""
+    if not isinstance(device, ttnn.MeshDevice):
+        raise InputTypeError(
+            "device", "be a ttnn.MeshDevice", type(device).__name__, hint="mha_tt.open_device()"
+        )
+
+
 def check_dtype(name: str, dtype: object) -> None:
     """Refuse an unsupported dtype."""
     if dtype not in (ttnn.bfloat16, ttnn.bfloat8_b, ttnn.float32):

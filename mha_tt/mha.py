@@ -26,6 +26,7 @@ from mha_tt.axes import with_one_batch_axis
 from mha_tt.checks import (
     check_dtype,
     check_input_dtype,
+    check_is_device,
     check_kernel,
     check_layer_inputs,
     check_tiles,
@@ -151,8 +152,8 @@ class AttentionLayer:
         prepared: tensors shared by the steps of the layer.
 
     Raises:
-        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a
-            dtype is unsupported.
+        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, a dtype
+            is unsupported, or device or rng is something else.
         ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have
             another width.
     """
@@ -173,15 +174,20 @@ class AttentionLayer:
     ) -> None:
         spec = spec_from(spec, num_heads, fields)
         check_spec(spec, is_self_attention=self._is_self_attention)
+        check_is_device(device)
         check_dtype("dtype", dtype)
         check_dtype("weight_dtype", dtype if weight_dtype is None else weight_dtype)
+        rng = np.random.default_rng() if rng is None else rng
+        if not isinstance(rng, np.random.Generator):
+            hint = "np.random.default_rng(0)"
+            raise InputTypeError("rng", "be a NumPy generator", type(rng).__name__, hint=hint)
         self.spec = self.full_spec = spec
         self.heads: int | None = None
         self.device = device
         self.dtype = dtype
         self.weight_dtype = dtype if weight_dtype is None else weight_dtype
         self.compute_kernel_config = compute_kernel_config or accurate_config(device)
-        self.rng = np.random.default_rng() if rng is None else rng
+        self.rng = rng
         self.training = True
         self.kernel: Kernel = fused.FusedAttention(self.compute_kernel_config)
         self.prepared = PreparedWeights()

@@ -76,15 +76,15 @@ def attention_scores(
         scores = ttnn.multiply(
             ttnn.tanh(ttnn.multiply(scores, 1.0 / rules.soft_cap)), rules.soft_cap
         )
-    lengths = (scores.shape[2], scores.shape[3])
+    seq_lens = (scores.shape[2], scores.shape[3])
     device = query.device()
     if rules.alibi_slopes is not None:
-        by_distance = alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=np.float32)
+        by_distance = alibi_bias(rules.alibi_slopes, *seq_lens, q_offset, scores_dtype=np.float32)
         scores = ttnn.add(scores, upload(by_distance, device=device, dtype=ttnn.float32))
     if rules.relative_bias is not None:
         table = learned["relative_bias"]
         by_bucket = relative_position_bias(
-            table, rules.relative_bias, *lengths, q_offset, scores_dtype=ttnn.float32
+            table, rules.relative_bias, *seq_lens, q_offset, scores_dtype=ttnn.float32
         )
         scores = ttnn.add(scores, by_bucket)
     if rules.relative_products is not None:

@@ -52,7 +52,7 @@ def contained(kernel: Kernel) -> Kernel:
 
 @dataclass(frozen=True)
 class Contained:
-    """A kernel as `contained` returns it. Unlike a closure it can be pickled, with its layer.
+    """A kernel as `contained` returns it. Unlike a closure it can be pickled.
 
     Attributes:
         kernel: computes the context of finite inputs.

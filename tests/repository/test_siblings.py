@@ -220,6 +220,7 @@ EXTRA_NAMES = {
         "AttentionLayer.load_weights",  # torch's state dict and nnx's state do this,
         "AttentionLayer.train",  # and their modules have these two
         "AttentionLayer.eval",
+        "check_is_device",  # every module and cache is made for an open device,
         "check_on_device",  # several operations crash on a tensor on the host,
         "check_tiles",  # or need whole tiles,
         # distinguishes the dtype of inputs from that of weights, which differ here,

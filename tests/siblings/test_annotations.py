@@ -138,6 +138,19 @@ def test_other_types_raise(sibling):
             assert isinstance(error, InputTypeError)
 
 
+def test_wrong_types_have_package_names(sibling):
+    """The error of a wrong type names packages: several frameworks have a type `Tensor`."""
+
+    class Tensor:
+        pass
+
+    with pytest.raises(InputTypeError) as raised:
+        sibling.package.split_heads(Tensor(), 2)
+    types = {"mha_torch": "torch.Tensor", "mha_jax": "jax.Array", "mha_tt": "ttnn.Tensor"}
+    assert types[sibling.package.__name__] in raised.value.rule
+    assert raised.value.got == f"{__name__.partition('.')[0]}.Tensor"
+
+
 def test_other_ranks_raise(sibling):
     """An array with an axis too few, or too many unless any number of batch axes may be there,
     raises an error.
