@@ -24,6 +24,8 @@ else:
     class Array(metaclass=_ArrayTypes):
         """Type of arrays in annotations: of JAX, also in transformations, or of NumPy."""
 
+        __module__ = "jax"  # in errors it is a jax.Array
+
 
 _Tree = TypeVar("_Tree")
 

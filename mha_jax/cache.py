@@ -114,6 +114,7 @@ class Cache:
         """
         check_count("capacity", capacity, minimum=self.capacity)
         added = [(0, 0), (0, 0), (0, capacity - self.capacity), (0, 0)]
+        # Copied, because without new slots `pad` returns the same array.
         slots = (jnp.array(jnp.pad(x, added), copy=True) for x in self.slots.values())
         return self.with_slots(slots, jnp.array(self.lengths, copy=True))
 
@@ -131,7 +132,7 @@ class Cache:
             TypeError: if the lengths are not integers.
             ValueError: if a length is negative or above that of its sequence, and both are known.
         """
-        if isinstance(lengths, int):
+        if isinstance(lengths, (int, np.integer)):
             lengths = [lengths] * self.lengths.shape[0]
         check_lengths("lengths", _on_host(lengths), self.lengths.shape[0], self.capacity)
         if not isinstance(lengths, Tracer) and not isinstance(self.lengths, Tracer):
@@ -203,7 +204,7 @@ def init_cache(
     for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise InputTypeError("dtype", "be floating point", dtype=dtype)
+        raise InputTypeError("dtype", "be floating point", dtype=jnp.dtype(dtype))
     shape = (batch_size, num_kv_heads, capacity)
     return KVCache(
         keys=jnp.zeros((*shape, head_dim), dtype),
@@ -246,12 +247,12 @@ def append_to_cache(
 def append_checked(cache: CacheT, new: tuple[Array, ...], added: Array) -> CacheT:
     """Append new tokens to each array of slots, without checks."""
     seq_len = new[0].shape[2]
-    # They may be NumPy arrays.
+    # A cache may consist of NumPy arrays.
     arrays = map(jnp.asarray, cache.slots.values())
     lengths = jnp.asarray(cache.lengths)
-    added = jnp.where(has_room(cache, added, seq_len), added, 0)
+    added = jnp.where(has_room(cache, seq_len, added), added, 0)
     is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
-    # (B, T), beyond = dropped.
+    # (B, T). Padding gets a slot beyond the capacity, and is dropped.
     slots = jnp.where(is_real, token_positions(lengths, seq_len), cache.capacity)
     # Sequence by sequence, so that devices need no data of others.
     put = jax.vmap(lambda old, slots, new: old.at[:, slots].set(new, mode="drop"))
@@ -294,20 +295,21 @@ def create_cache_mask(
 
 def num_added(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:
     """Return the number of tokens to append to each sequence, (B,)."""
-    added = np.full(cache.lengths.shape, seq_len, np.int32) if new_lengths is None else new_lengths
-    return jnp.asarray(added, jnp.int32)  # (B,)
+    if new_lengths is None:
+        return jnp.full(cache.lengths.shape, seq_len, jnp.int32)
+    return jnp.asarray(new_lengths, jnp.int32)
 
 
 def token_positions(lengths: Array, seq_len: int) -> Array:
     """Return the slots of new tokens, (B, T)."""
-    return lengths[:, None] + jnp.arange(seq_len, dtype=jnp.int32)[None]  # (B, T)
+    return lengths[:, None] + jnp.arange(seq_len, dtype=jnp.int32)[None]
 
 
-def has_room(cache: Cache, added: Array, seq_len: int) -> Array:
-    """Return whether each sequence has that many free slots, (B,)."""
-    is_known = cache.lengths >= 0  # negative if another layer has not appended its tokens
-    is_count = (added >= 0) & (added <= seq_len)
-    return is_known & is_count & (cache.lengths + added <= cache.capacity)
+def has_room(cache: Cache, seq_len: int, added: Array) -> Array:
+    """Return whether each sequence has free slots for its new tokens, of at most T, (B,)."""
+    # Negative if the layer that shares its cache has not appended the new tokens.
+    fits = (cache.lengths >= 0) & (cache.lengths + added <= cache.capacity)
+    return fits & (added >= 0) & (added <= seq_len)
 
 
 def without_new(cache: CacheT, seq_len: int, new_lengths: Array | Sequence[int] | None) -> CacheT:
@@ -396,7 +398,7 @@ def check_cached_input(x: Array, cache: Cache, spec: AttentionSpec) -> None:
         raise InputError(
             "x",
             "have the batch size of the cache",
-            {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
+            {"x.shape": x.shape, "cache.lengths.shape": cache.lengths.shape},
         )
     check_width("x", x, spec.d_in)
 
@@ -420,7 +422,7 @@ def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | 
     capacity = cache.capacity
     lengths = _on_host(cache.lengths)
     check_lengths("cache.lengths", lengths, batch_size, capacity)
-    added = seq_len
+    added = np.full(batch_size, seq_len)
     if new_lengths is not None:
         added = _on_host(new_lengths)
         check_lengths("new_lengths", added, batch_size, seq_len)
@@ -437,8 +439,9 @@ def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | 
 
 
 def _on_host(lengths: Any) -> Any:
-    """Return lengths as a NumPy array, from any device: one beyond the capacity must raise an
-    error. Tracers stay.
+    """Return lengths as a NumPy array, and tracers unchanged.
+
+    On an accelerator this waits for the device: a length beyond the capacity must raise an error.
     """
     if isinstance(lengths, Tracer):
         return lengths

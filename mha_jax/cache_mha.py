@@ -28,6 +28,7 @@ from mha_jax.cache import (
 )
 from mha_jax.checks import (
     check_is_cache,
+    check_kernel,
     check_positions,
     check_shared_kv,
     check_weights,
@@ -50,7 +51,7 @@ from mha_jax.projections import project_output, project_qkv
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec
-from mha_spec.rules import check_broadcasts, check_kernel
+from mha_spec.rules import check_broadcasts
 
 
 def multi_head_attention_with_cache(
@@ -138,8 +139,8 @@ def cached_layer(
     q, k, v, scores_spec = _keys_and_values(q, cache, spec, layer.project, kv_b)
     if scores_spec is not spec:
         scores = replace(scores, spec=scores_spec)
-    # Full sequences attend to an existing slot, so that their output is finite before it is set to
-    # NaN.
+    # Sequences without room attend to an existing slot, so that their output is finite before it is
+    # set to NaN.
     full_mask = Mask(
         mask, is_causal=True, span=spec.span, q_offset=jnp.minimum(lengths, cache.capacity - 1)
     )
@@ -151,7 +152,7 @@ def cached_layer(
     if kv_b is not None:
         context = absorb_values(context, kv_b, spec)
     output = project_output(layer.project, context, x, spec)
-    return _tell_what_fits(output, before, added), cache
+    return _mark_padding_and_overflow(output, before, added), cache
 
 
 def _project_new_tokens(
@@ -197,15 +198,16 @@ def _of_real_tokens(positions: Array, added: Array) -> Array:
 
 @compiled()
 def _empty_padding(x: Array, added: Array) -> Array:
+    """Return tokens with 0 in padding, where NaN must not spread, not even to gradients."""
     return zero_where(x, padding_after(added, x.shape[1])[:, :, None])
 
 
 @compiled()
-def _tell_what_fits(output: Array, cache: Cache, added: Array) -> Array:
-    """Set padding to 0, and full sequences to NaN: outside jit these raise an error, which jit does
-    not allow.
+def _mark_padding_and_overflow(output: Array, cache: Cache, added: Array) -> Array:
+    """Set padding to 0, and sequences without room to NaN: outside jit these raise an error, which
+    jit does not allow.
     """
-    fits = has_room(cache, added, output.shape[1])
+    fits = has_room(cache, output.shape[1], added)
     return jnp.where(fits[:, None, None], _empty_padding(output, added), jnp.nan)
 
 
@@ -265,11 +267,12 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 pass `cache.copy()`. With `shared_kv` the cache of another layer, which has
                 already appended the new tokens; it is returned unchanged.
             new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right
-                padding: it is not cached, and its output is 0. Default: all.
+                padding with arbitrary contents: it is not cached, not attended to, and its output
+                is 0. Default: all.
             mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T,
-                capacity).
+                capacity). The output of a fully masked row is 0.
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf
-                masks a slot.
+                masks a key.
             positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T);
                 default: `cache.lengths` and up.
 
@@ -277,7 +280,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             Output (B, T, E), and the cache with the new tokens.
 
         Raises:
-            TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
+            TypeError: if x is not floating point, dtypes differ, the mask is not boolean or the
+                lengths are not integers.
             ValueError: if the shapes do not fit, or the new tokens exceed the capacity. (Under jit
                 lengths are unknown; there the output of a sequence that does not fit is NaN, and it
                 keeps its old tokens.)

@@ -154,6 +154,13 @@ def check_weight(name: str, weight: Array, shape: tuple[int, ...]) -> None:
         raise InputError(name, f"have shape {shape}", {f"{name}.shape": weight.shape})
 
 
+def check_kernel(kernel: object) -> None:
+    """Refuse a kernel that cannot be called."""
+    if not callable(kernel):
+        rule = "be a function of q, k, v, a Mask and Scores"
+        raise InputTypeError("kernel", rule, type(kernel).__name__)
+
+
 def check_layer_inputs(
     query: Array,
     key: Array | None,

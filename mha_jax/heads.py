@@ -53,5 +53,5 @@ def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, 
         placement = placed(x, spec_of(x))
     else:
         placement = None
-    # Repeat_interleave, not tile.
+    # Copies of a head are neighbors; `tile` would put all heads in order, again and again.
     return jnp.repeat(x, num_heads // x.shape[1], axis=1, out_sharding=placement)

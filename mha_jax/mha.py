@@ -18,7 +18,7 @@ import mha_spec
 from mha_jax import stages
 from mha_jax.arrays import Array, array_of, cast
 from mha_jax.axes import with_one_batch_axis
-from mha_jax.checks import check_layer_inputs, check_projected, checked
+from mha_jax.checks import check_kernel, check_layer_inputs, check_projected, checked
 from mha_jax.features.norms import NormLayer
 from mha_jax.kernels import Kernel, fused
 from mha_jax.masks import Mask
@@ -30,7 +30,6 @@ from mha_jax.weights import linear, project_with
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.attention import check_spec, spec_from
 from mha_spec.record import Record
-from mha_spec.rules import check_kernel
 
 for _name in mha_spec.__all__:
     _kind = getattr(mha_spec, _name)
@@ -218,7 +217,8 @@ class AttentionLayer(nnx.Module):
             if option is not None and not jnp.issubdtype(jnp.dtype(option), jnp.floating):
                 raise InputTypeError(name, "be floating point", {name: jnp.dtype(option)})
         _check_streams(rngs, spec)
-        self.spec, self.dtype = spec, dtype
+        self.spec = spec
+        self.dtype = dtype
         self.kernel: Kernel = fused.attend
         for name, projection in spec.projections.items():
             linear = Projection(
@@ -296,7 +296,7 @@ def _check_streams(rngs: nnx.Rngs, spec: AttentionSpec) -> None:
     any.
     """
     if not isinstance(rngs, nnx.Rngs):
-        return
+        raise InputTypeError("rngs", "be nnx.Rngs", type(rngs).__name__, hint="nnx.Rngs(0)")
     names = ["params"]
     if spec.dropout or spec.output_dropout:
         names.append("dropout")

@@ -44,6 +44,7 @@ def create_attention_mask(
     """Return the mask (B or 1, 1, T, S) that hides later keys, padding, or both."""
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     mask = jnp.zeros((1, 1, seq_len_q, seq_len_k), dtype=bool)
+    # With equal ranks, since JAX has a setting that forbids other operations.
     if is_causal:
         mask = mask | create_causal_mask(seq_len_q, seq_len_k)[None, None]
     if key_padding_lengths is not None:
@@ -83,14 +84,14 @@ def scaled_dot_product_attention(
     """Attend to key and value (B, N, S, H): context (B, N, T, H) and weights (B, N, T, S)."""
     # The softmax would magnify the rounding of scores in half precision.
     if query.dtype == jnp.float64:
-        wide = jnp.float64
+        dtype = jnp.float64
     else:
-        wide = jnp.float32
-    scores = query.astype(wide) @ key.astype(wide).swapaxes(-2, -1) / math.sqrt(query.shape[-1])
+        dtype = jnp.float32
+    scores = query.astype(dtype) @ key.astype(dtype).swapaxes(-2, -1) / math.sqrt(query.shape[-1])
     if mask is not None:
-        # JAX has a setting that forbids arrays of different ranks.
         mask = jnp.broadcast_to(mask, scores.shape)
-        scores = jnp.where(mask, jnp.finfo(wide).min, scores)
+        # The lowest number, because the softmax of a row of -inf is NaN.
+        scores = jnp.where(mask, jnp.finfo(dtype).min, scores)
     attn_weights = jax.nn.softmax(scores, axis=-1)
     if mask is not None:
         # The softmax of a row without a visible key is uniform: that row becomes 0.

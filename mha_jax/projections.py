@@ -138,9 +138,11 @@ def project_output(
     """
     if spec.gate is not None:
         gate = project("gate_proj", query)
-        check_features(
-            "gate_proj", gate, spec.num_heads * (1 if spec.gate.per_head else spec.value_head_dim)
-        )
+        if spec.gate.per_head:
+            gate_width = spec.num_heads
+        else:
+            gate_width = spec.context_width
+        check_features("gate_proj", gate, gate_width)
         context = apply_gate(context, gate)
     output = context.swapaxes(1, 2)
     output = output.reshape(*output.shape[:2], output.shape[2] * output.shape[3])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from mha_jax.arrays import Array, at_least_float32, zero_where
-from mha_jax.checks import check_heads, check_scored
+from mha_jax.checks import check_heads, check_kernel, check_scored
 from mha_jax.compiled import compiled
 from mha_jax.features.alibi import alibi_bias
 from mha_jax.features.relative_bias import relative_position_bias
@@ -25,7 +25,6 @@ from mha_jax.scores import Scores
 from mha_jax.sharding import head_sharding, reshard_like, with_auto_axes
 from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import check_kernel
 
 
 def attention_scores(
@@ -61,14 +60,14 @@ def attention_scores(
     )
     if rules.soft_cap is not None:
         scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
-    lengths = (scores.shape[2], scores.shape[3])
+    seq_lens = (scores.shape[2], scores.shape[3])
     dtype = scores.dtype
     if rules.alibi_slopes is not None:
-        scores = scores + alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=dtype)
+        scores = scores + alibi_bias(rules.alibi_slopes, *seq_lens, q_offset, scores_dtype=dtype)
     if rules.relative_bias is not None:
         table = learned["relative_bias"]
         scores = scores + relative_position_bias(
-            table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype
+            table, rules.relative_bias, *seq_lens, q_offset, scores_dtype=dtype
         )
     if rules.relative_products is not None:
         products = relative_position_products(
@@ -107,6 +106,7 @@ def masked_softmax(
 
 
 def _softmax(scores: Array, mask: Array | None) -> Array:
+    """Return the softmax over visible keys; fully masked rows are 0, and so are their gradients."""
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
     # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of

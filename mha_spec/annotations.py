@@ -138,8 +138,8 @@ class ArrayRule:
             is_accepted = self.accepts_none if x is None else self.accepts_others
             if is_accepted or isinstance(x, self.other_types):
                 return
-            names = [accepted.__name__ for accepted in self.array_types + self.other_types]
-            raise InputTypeError(name, f"have the type {' or '.join(names)}", type(x).__name__)
+            names = [_type_name(accepted) for accepted in self.array_types + self.other_types]
+            raise InputTypeError(name, f"have the type {' or '.join(names)}", _type_name(type(x)))
         shape = x.shape
         axes = self._axes_of(len(shape), first)
         if axes is None:
@@ -190,6 +190,14 @@ class FlagRule:
         """Reject anything else."""
         if x is not True and x is not False and not (x is None and self.accepts_none):
             as_boolean(name, x)
+
+
+def _type_name(kind: type) -> str:
+    """Return the name of a type with that of its package: several have a `Tensor`."""
+    package = kind.__module__.partition(".")[0]
+    if package == "builtins":
+        return kind.__name__
+    return f"{package}.{kind.__name__}"
 
 
 def _check_batch(name: str, shape: Any, num_batch_axes: int, other: Compared) -> None:

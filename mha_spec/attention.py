@@ -52,6 +52,7 @@ READ_IN_EACH_CALL = (
     "has_positions",
     "has_distance_bias",
 )
+"""Cached properties that a call of a layer reads: they are computed with the specification."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -166,7 +167,8 @@ class AttentionSpec(Record):
         for names, rule in ((SIZES + SPANS, as_count), (FLAGS, as_boolean), (RATES, as_rate)):
             for name in names:
                 value = getattr(self, name)
-                if value is not None or name not in SIZES[2:] + SPANS:
+                may_be_none = name in SIZES[2:] + SPANS
+                if value is not None or not may_be_none:
                     object.__setattr__(self, name, rule(name, value))
         check_is_record("rope", self.rope, Rope)
         check_is_record("gate", self.gate, Gate)
@@ -263,8 +265,8 @@ class AttentionSpec(Record):
         check_is_record("relative_bias", self.relative_bias, RelativeBias, GridBias)
         if self.relative_bias is None:
             return
-        for name in SPANS if isinstance(self.relative_bias, GridBias) else ():
-            if getattr(self, name) is not None:
+        for name in SPANS:
+            if isinstance(self.relative_bias, GridBias) and getattr(self, name) is not None:
                 raise InputError(
                     name,
                     "be None with a grid",
@@ -485,6 +487,8 @@ class AttentionSpec(Record):
                 default: only the slots that are attended to.
         """
         latent = check_latent(self)
+        # Multiplications of a head: more for each query and slot, whose vectors are wider, against
+        # those of expanding a slot once.
         wider = 2 * latent.kv_rank + latent.rope_dim - self.head_dim - self.value_head_dim
         expansion = latent.kv_rank * (self.head_dim - latent.rope_dim + self.value_head_dim)
         slots_per_query = 1.0
@@ -549,10 +553,11 @@ class AttentionSpec(Record):
             num_heads = self.num_heads
         else:
             num_heads = self.num_kv_heads
-        is_of_values = name in ("v_norm", "context_norm")
-        return self.norms[name].shapes(
-            num_heads, self.value_head_dim if is_of_values else self.head_dim
-        )
+        if name in ("v_norm", "context_norm"):
+            head_dim = self.value_head_dim
+        else:
+            head_dim = self.head_dim
+        return self.norms[name].shapes(num_heads, head_dim)
 
     @cached_property
     def score_shapes(self) -> dict[str, tuple[int, ...]]:

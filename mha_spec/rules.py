@@ -191,17 +191,6 @@ def check_names(argument: str, weights: Mapping[str, object], names: Collection[
     )
 
 
-def check_kernel(kernel: object) -> None:
-    """Reject a kernel that cannot be called.
-
-    Raises:
-        TypeError: if it cannot.
-    """
-    if not callable(kernel):
-        rule = "be a function of q, k, v, a Mask and Scores"
-        raise InputTypeError("kernel", rule, type(kernel).__name__)
-
-
 def check_not_written_over(cache: Any) -> None:
     """Reject a cache whose storage belongs to the one that a step returned.
 

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 _PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors on one device; subclasses may be distributed, fake or quantized."""
 
 
 def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

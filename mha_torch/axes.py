@@ -74,7 +74,7 @@ def _merge(
 ) -> Any:
     """Return x with one batch axis, of size 1 if all sequences share it."""
     if not isinstance(x, Tensor):
-        return x  # the layer will reject it
+        return x  # None, or the layer will reject it
     whole, merged = merged_shapes(name, tuple(x.shape), axes, other_axes, is_exact=is_exact)
     return x.expand(whole).reshape(merged)
 
@@ -90,4 +90,6 @@ def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec)
             f"have the axes of sections, {len(axes)} batch axes and T",
             {"positions.ndim": rank},
         )
-    return _merge("positions", positions.movedim(0, -2), axes, "axes T").movedim(1, 0)
+    sections_last = positions.movedim(0, -2)  # (…, axes, T)
+    merged = _merge("positions", sections_last, axes, "axes T")
+    return merged.movedim(1, 0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -156,7 +157,7 @@ class Cache:
         check_not_written_over(self)
         batch_size = self.lengths.shape[0]
         cached_lengths = values_at_hand(self.lengths)
-        if isinstance(lengths, int):
+        if isinstance(lengths, (int, np.integer)):
             lengths = [lengths] * batch_size
         check_lengths("lengths", lengths, batch_size, self.capacity)
         requested_lengths = values_at_hand(torch.as_tensor(lengths))
@@ -170,11 +171,11 @@ class Cache:
         new_lengths = torch.minimum(
             as_lengths(lengths, self.lengths.device).to(self.lengths.dtype), self.lengths
         )
-        is_free = (torch.arange(self.capacity, device=self.lengths.device) >= new_lengths[:, None])[
-            :, None, :, None
-        ]
+        slot = torch.arange(self.capacity, device=self.lengths.device)
+        is_free = slot >= new_lengths[:, None]  # (B, S)
         return self.with_slots(
-            (x.masked_fill(is_free, 0.0) for x in self.slots.values()), new_lengths
+            (x.masked_fill(is_free[:, None, :, None], 0.0) for x in self.slots.values()),
+            new_lengths,
         )
 
 
@@ -372,8 +373,8 @@ def _append_transformed(cache: CacheT, new: tuple[Tensor, ...], added: Tensor | 
 
 
 def has_room(cache: Cache, seq_len: int, added: Tensor | int) -> Tensor:
-    """Return whether each sequence has that many free slots, (B,)."""
-    # Negative: not appended.
+    """Return whether each sequence has free slots for its new tokens, of at most T, (B,)."""
+    # Negative if the layer that shares its cache has not appended the new tokens.
     fits = (cache.lengths >= 0) & (cache.lengths + added <= cache.capacity)
     if isinstance(added, int):
         return fits
@@ -419,7 +420,8 @@ def create_cache_mask(
         Mask that broadcasts to the scores (B, N, T, S).
 
     Example: create_cache_mask([1, 0], 1, 3)
-        [[[[False, False, True]]], [[[False, True, True]]]]
+        [[[[False, False, True ]]],
+         [[[False, True,  True ]]]]
     """
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
@@ -467,7 +469,8 @@ def kv_cache_nbytes(
         dtype: dtype of the cache.
 
     Raises:
-        TypeError, ValueError: if a size is not an integer, or below 1.
+        TypeError: if a size is not an integer.
+        ValueError: if a size is below 1.
 
     Example, 2.5 GiB:
         kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=torch.float16) == 2684354560
@@ -481,14 +484,8 @@ def kv_cache_nbytes(
     }
     for name, size in {**sizes, "value_head_dim": value_head_dim, "num_layers": num_layers}.items():
         check_count(name, size)
-    return (
-        batch_size
-        * num_kv_heads
-        * capacity
-        * (head_dim + value_head_dim)
-        * num_layers
-        * dtype.itemsize
-    )
+    features = head_dim + value_head_dim
+    return batch_size * num_kv_heads * capacity * features * num_layers * dtype.itemsize
 
 
 def check_cache(
@@ -528,7 +525,7 @@ def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
         raise InputError(
             "x",
             "have the batch size of the cache",
-            {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
+            {"x.shape": tuple(x.shape), "cache.lengths.shape": tuple(cache.lengths.shape)},
         )
     check_width("x", x, spec.d_in)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec
-from mha_spec.rules import check_broadcasts, check_kernel
+from mha_spec.rules import check_broadcasts
 from mha_torch.arrays import is_autocast_on, nan_where, zero_where
 from mha_torch.cache import (
     Cache,
@@ -30,6 +30,7 @@ from mha_torch.cache import (
 )
 from mha_torch.checks import (
     check_is_cache,
+    check_kernel,
     check_positions,
     check_shared_kv,
     check_weights,

@@ -47,4 +47,5 @@ def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor
     check_head_groups(num_heads, x.shape[1])
     if num_heads == x.shape[1]:  # avoids a copy
         return x
-    return x.repeat_interleave(num_heads // x.shape[1], dim=1)  # repeat_interleave, not tile
+    # Copies of a head are neighbors; `tile` would put all heads in order, again and again.
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from mha_spec import AttentionSpec, InputTypeError
 from mha_spec.attention import check_spec, spec_from
-from mha_spec.rules import check_kernel
 from mha_torch import stages
 from mha_torch.arrays import is_distributed
 from mha_torch.axes import with_one_batch_axis
-from mha_torch.checks import check_layer_inputs, check_projected, checked
+from mha_torch.checks import check_kernel, check_layer_inputs, check_projected, checked
 from mha_torch.features.norms import NormLayer
 from mha_torch.kernels import Kernel, fused
 from mha_torch.kernels.sdpa import check_context_parallel

@@ -88,12 +88,13 @@ def scaled_dot_product_attention(
     """Attend to key and value (B, N, S, H): context (B, N, T, H) and weights (B, N, T, S)."""
     # The softmax would magnify the rounding of scores in half precision.
     if query.dtype == torch.float64:
-        wide = torch.float64
+        dtype = torch.float64
     else:
-        wide = torch.float32
-    scores = query.to(wide) @ key.to(wide).transpose(-2, -1) / math.sqrt(query.shape[-1])
+        dtype = torch.float32
+    scores = query.to(dtype) @ key.to(dtype).transpose(-2, -1) / math.sqrt(query.shape[-1])
     if mask is not None:
-        scores = scores.masked_fill(mask, torch.finfo(wide).min)
+        # The lowest number, because the softmax of a row of -inf is NaN.
+        scores = scores.masked_fill(mask, torch.finfo(dtype).min)
     attn_weights = torch.softmax(scores, dim=-1)
     if mask is not None:
         # The softmax of a row without a visible key is uniform: that row becomes 0.

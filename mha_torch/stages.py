@@ -14,9 +14,8 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import check_kernel
 from mha_torch.arrays import at_least_float32, without_autocast
-from mha_torch.checks import check_heads, check_scored
+from mha_torch.checks import check_heads, check_kernel, check_scored
 from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
 from mha_torch.features.relative_products import relative_position_products
@@ -61,16 +60,16 @@ def attention_scores(
         )
     if rules.soft_cap is not None:
         scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
-    lengths = (scores.shape[2], scores.shape[3])
+    seq_lens = (scores.shape[2], scores.shape[3])
     dtype = scores.dtype
     if rules.alibi_slopes is not None:
         scores = scores + alibi_bias(
-            rules.alibi_slopes, *lengths, q_offset, scores_dtype=dtype, device=scores.device
+            rules.alibi_slopes, *seq_lens, q_offset, scores_dtype=dtype, device=scores.device
         )
     if rules.relative_bias is not None:
         table = learned["relative_bias"]
         scores = scores + relative_position_bias(
-            table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype
+            table, rules.relative_bias, *seq_lens, q_offset, scores_dtype=dtype
         )
     if rules.relative_products is not None:
         products = relative_position_products(
@@ -104,6 +103,7 @@ def masked_softmax(
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the softmax over visible keys; fully masked rows are 0, and so are their gradients."""
     if mask is None:
         return torch.softmax(scores, dim=-1)
     # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of

@@ -43,7 +43,8 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         if segments is not None:
             kinds = zip(segments, "TS", strict=True)
             segments = tuple(
-                _merge("segment_ids", ids, axes, letter, is_exact=True) for ids, letter in kinds
+                _merge("segment_ids", ids, axes, token_axis, is_exact=True)
+                for ids, token_axis in kinds
             )
         hidden = _merge("mask", mask.mask, axes)
         mask = replace(mask, mask=hidden, key_padding_lengths=lengths, segment_ids=segments)

@@ -23,11 +23,12 @@ from mha_tt.checks import (
     check_count,
     check_dtype,
     check_is_cache,
+    check_is_device,
     check_lengths,
     check_tiles,
     check_width,
 )
-from mha_tt.decode.places import DecodePositions
+from mha_tt.decode.positions import DecodePositions
 from mha_tt.decode.slots import extended, one_core_each, sequences, write_tokens
 from mha_tt.device import upload, upload_integers, zeros
 from mha_tt.layout import TILE, TILE_NBYTES, round_up
@@ -43,13 +44,14 @@ class Cache:
     """Base class of caches: a fixed number of slots per sequence, filled from the front.
 
     Attributes:
-        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
+        lengths: number of cached tokens of each sequence, (B,), int32, on the host.
         capacity: number of slots per sequence; on the device they fill whole tiles.
     """
 
     lengths: Int[np.ndarray, " B"]
 
-    # By a step that returned a cache with the same storage; not part of the value.
+    # True if a step has returned a cache with the same storage, and more tokens in it; not part of
+    # the value.
     is_written_over: bool = False
 
     @property
@@ -61,8 +63,8 @@ class Cache:
     # Pages of each sequence, in order, (B, P), if paged: on the host and on the device.
     pages: Any = None
     page_table: Int[Tensor, "B P"] | None = None
-    # Kept on the device for the next step; dropped by any other change.
-    places: DecodePositions | None = None
+    # Counted on the device from step to step; None after any other change.
+    next_positions: DecodePositions | None = None
 
     def with_slots(
         self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[np.ndarray, " B"]
@@ -183,7 +185,7 @@ class KVCache(Cache):
     Attributes:
         keys, values: (B, K, S, H) and (B, K, S, Hv) with capacity S, all in whole tiles; keys after
             RoPE. Slots at or beyond the length of their sequence are empty.
-        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
+        lengths: number of cached tokens of each sequence, (B,), int32, on the host.
         capacity: number of slots per sequence.
     """
 
@@ -223,7 +225,8 @@ def init_cache(
         device: device of the cache.
 
     Raises:
-        TypeError: if a size is not an integer or the dtype not floating point.
+        TypeError: if a size is not an integer, the dtype not floating point, or device is something
+            else.
         ValueError: if a size is below 1, or the batch size below 0, or there are more than 32
             heads.
     """
@@ -236,6 +239,7 @@ def init_cache(
         raise InputError(
             "num_kv_heads", f"be at most {MOST_KV_HEADS} for a cache", num_kv_heads=num_kv_heads
         )
+    check_is_device(device)
     check_dtype("dtype", dtype)
     shape = (batch_size, num_kv_heads, round_up(capacity))
     return KVCache(
@@ -476,16 +480,18 @@ def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
     the cache.
     """
     check_tiles("x", x)
-    dtype = next(iter(cache.slots.values())).dtype
-    if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
+    name, slots = next(iter(cache.slots.items()))
+    if (x.dtype == ttnn.float32) != (slots.dtype == ttnn.float32):
         raise InputTypeError(
-            "x", "be float32 if the cache is", {"x.dtype": x.dtype, "dtype": dtype}
+            "x",
+            "be float32 if the cache is",
+            {"x.dtype": x.dtype, f"cache.{name}.dtype": slots.dtype},
         )
     if x.shape[0] != cache.lengths.shape[0]:
         raise InputError(
             "x",
             "have the batch size of the cache",
-            {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
+            {"x.shape": tuple(x.shape), "cache.lengths.shape": cache.lengths.shape},
         )
     check_width("x", x, spec.d_in)
 
@@ -516,11 +522,9 @@ def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[in
     else:
         batch_size = len(cache.pages)
     check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    added = np.full(batch_size, seq_len)
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    if new_lengths is None:
-        added = np.full(len(cache.lengths), seq_len)
-    else:
         added = np.asarray(new_lengths)
     if (cache.lengths + added > cache.capacity).any():
         rule = f"not exceed the {cache.capacity} slots of the cache"
@@ -536,5 +540,5 @@ def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
         expected = (first.shape[0], num_heads, first.shape[2], width)
         if tuple(x.shape) != expected:
             raise InputError(
-                f"cache.{name}", f"have shape {expected}", f"cache.{name}.shape={tuple(x.shape)}"
+                f"cache.{name}", f"have shape {expected}", {f"cache.{name}.shape": tuple(x.shape)}
             )

@@ -16,7 +16,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
-from mha_spec.rules import check_broadcasts, check_kernel
+from mha_spec.rules import check_broadcasts
 from mha_tt.arrays import as_dtype
 from mha_tt.cache import (
     Cache,
@@ -32,7 +32,7 @@ from mha_tt.cache import (
     without_new,
     write_rows,
 )
-from mha_tt.checks import check_is_cache, check_positions, check_weights, checked
+from mha_tt.checks import check_is_cache, check_kernel, check_positions, check_weights, checked
 from mha_tt.decode.pages import paged
 from mha_tt.decode.slots import first_slots
 from mha_tt.decode.step import decode_step, project_new_tokens

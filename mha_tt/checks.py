@@ -71,6 +71,14 @@ def check_on_device(name: str, x: Tensor) -> None:
         )
 
 
+def check_is_device(device: object) -> None:
+    """Refuse anything but a device."""
+    if not isinstance(device, ttnn.MeshDevice):
+        raise InputTypeError(
+            "device", "be a ttnn.MeshDevice", type(device).__name__, hint="mha_tt.open_device()"
+        )
+
+
 def check_dtype(name: str, dtype: object) -> None:
     """Refuse an unsupported dtype."""
     if dtype not in (ttnn.bfloat16, ttnn.bfloat8_b, ttnn.float32):
@@ -208,6 +216,13 @@ def check_finite(weights: Mapping[str, np.ndarray]) -> None:
         ]
     if wrong:
         raise InputError("weights", "be finite", f"NaN or infinities in {wrong}")
+
+
+def check_kernel(kernel: object) -> None:
+    """Refuse a kernel that cannot be called."""
+    if not callable(kernel):
+        rule = "be a function of q, k, v, a Mask and Scores"
+        raise InputTypeError("kernel", rule, type(kernel).__name__)
 
 
 def check_layer_inputs(

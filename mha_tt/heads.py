@@ -83,8 +83,7 @@ def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor
     """
     check_tiles("x", x)
     check_head_groups(num_heads, x.shape[1])
-    repeats = num_heads // x.shape[1]
-    if repeats == 1:
+    if num_heads == x.shape[1]:  # avoids a copy
         return x
-    # Not ttnn.repeat, which would put all heads in order, again and again.
-    return ttnn.repeat_interleave(x, repeats, dim=1)
+    # Copies of a head are neighbors; `repeat` would put all heads in order, again and again.
+    return ttnn.repeat_interleave(x, num_heads // x.shape[1], dim=1)

@@ -14,12 +14,10 @@ from mha_spec.score_weights import score_axes
 TILE = 32
 """Rows and columns of a tile, the unit of storage and computation."""
 
-
 TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
 """Bytes per tile: bfloat8_b has one byte per element, and one per 16 elements that share an
 exponent.
 """
-
 
 TAKEN = {"out_proj": "out_proj", "kv_b_proj": "kv_a_norm"}
 """Projections with padded input, and the name whose features this input has."""
@@ -103,11 +101,13 @@ def padded_width(part: str, spec: AttentionSpec) -> int:
     """Return the width of all padded heads in the output of a projection, or in its input if that
     is padded.
     """
-    if part.startswith(("k_", "v_")):
+    if part.startswith(("q_a_", "kv_a_")):
+        num_heads = 1  # a latent, which all heads share
+    elif part.startswith(("k_", "v_")):
         num_heads = spec.num_kv_heads
     else:
         num_heads = spec.num_heads
-    return (1 if part.startswith(("q_a_", "kv_a_")) else num_heads) * padded_features(part, spec)
+    return num_heads * padded_features(part, spec)
 
 
 class _Block(NamedTuple):
@@ -123,11 +123,9 @@ def _blocks(part: str, spec: AttentionSpec) -> list[_Block]:
     values = _block(spec.value_head_dim)
     is_of_keys = part.startswith(("q_", "k_"))
     if latent is None:
-        return [
-            _block(spec.head_dim, spec.rope)
-            if is_of_keys or spec.value_head_dim == spec.head_dim
-            else values
-        ]
+        if is_of_keys or spec.value_head_dim == spec.head_dim:
+            return [_block(spec.head_dim, spec.rope)]
+        return [values]
     # Not features of heads: ttnn supports any width.
     if part.startswith("q_a_") and latent.q_rank is not None:
         return [_Block(np.arange(latent.q_rank), latent.q_rank)]

@@ -12,9 +12,9 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, InputError, InputTypeError
+from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_boolean, check_broadcasts
+from mha_spec.rules import check_broadcasts
 from mha_spec.span import Span, span_of
 from mha_tt.arrays import as_dtype
 from mha_tt.checks import check_count, check_integers, check_lengths, checked
@@ -63,7 +63,6 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
-    as_boolean("is_causal", is_causal)
     span = span_of(window_size, chunk_size)
     batch_size = None
     full_mask = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
@@ -99,8 +98,6 @@ class DeviceMask:
             TypeError: if the mask is not boolean.
             ValueError: if the mask has more than 4 axes.
         """
-        if not isinstance(mask, np.ndarray):
-            raise InputTypeError("mask", "be a NumPy array", type(mask).__name__)
         check_broadcasts("mask", mask.shape, mask.shape)
         self.mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         self.device = device
@@ -258,7 +255,6 @@ class Mask:
         """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks
         lengths.
         """
-        as_boolean("is_causal", self.is_causal)
         if self.mask is not None:
             check_broadcasts("mask", tuple(self.mask.shape), scores_shape)
         if self.segments is not None:

@@ -21,11 +21,18 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.attention import check_spec, spec_from
-from mha_spec.rules import check_kernel
 from mha_tt import stages
 from mha_tt.axes import with_one_batch_axis
-from mha_tt.checks import check_dtype, check_input_dtype, check_layer_inputs, check_tiles, checked
-from mha_tt.decode.places import PreparedWeights
+from mha_tt.checks import (
+    check_dtype,
+    check_input_dtype,
+    check_is_device,
+    check_kernel,
+    check_layer_inputs,
+    check_tiles,
+    checked,
+)
+from mha_tt.decode.positions import PreparedWeights
 from mha_tt.device import accurate_config, describe_config
 from mha_tt.features.rope import Rotation, rotation_of
 from mha_tt.kernels import Kernel, fused
@@ -145,8 +152,8 @@ class AttentionLayer:
         prepared: tensors shared by the steps of the layer.
 
     Raises:
-        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a
-            dtype is unsupported.
+        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, a dtype
+            is unsupported, or device or rng is something else.
         ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have
             another width.
     """
@@ -167,15 +174,20 @@ class AttentionLayer:
     ) -> None:
         spec = spec_from(spec, num_heads, fields)
         check_spec(spec, is_self_attention=self._is_self_attention)
+        check_is_device(device)
         check_dtype("dtype", dtype)
         check_dtype("weight_dtype", dtype if weight_dtype is None else weight_dtype)
+        rng = np.random.default_rng() if rng is None else rng
+        if not isinstance(rng, np.random.Generator):
+            hint = "np.random.default_rng(0)"
+            raise InputTypeError("rng", "be a NumPy generator", type(rng).__name__, hint=hint)
         self.spec = self.full_spec = spec
         self.heads: int | None = None
         self.device = device
         self.dtype = dtype
         self.weight_dtype = dtype if weight_dtype is None else weight_dtype
         self.compute_kernel_config = compute_kernel_config or accurate_config(device)
-        self.rng = np.random.default_rng() if rng is None else rng
+        self.rng = rng
         self.training = True
         self.kernel: Kernel = fused.FusedAttention(self.compute_kernel_config)
         self.prepared = PreparedWeights()
@@ -268,11 +280,11 @@ class AttentionLayer:
             return self.weights
         return None
 
-    def _with_cached(
+    def _uploaded_once(
         self, seq_len: int, mask: Mask, positions: np.ndarray | Rotation | None
     ) -> tuple[Mask, np.ndarray | Rotation | None]:
         """Return mask and positions of self-attention; causal masks (of layers without chunks) and
-        default rotations are cached between calls.
+        default rotations are uploaded once for many calls of one length.
         """
         if mask.is_causal and mask.has_only("is_causal"):
             if self._causal_mask is None or self._causal_mask.seq_len != seq_len:
@@ -367,9 +379,8 @@ class MultiHeadAttention(AttentionLayer):
         """
         self.check_input("query", query)
         full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)
-        places = positions
         if key is None:
-            full_mask, places = self._with_cached(query.shape[-2], full_mask, positions)
+            full_mask, positions = self._uploaded_once(query.shape[-2], full_mask, positions)
         output, attn_weights = attention_layer(
             self,
             query,
@@ -378,7 +389,7 @@ class MultiHeadAttention(AttentionLayer):
             full_mask,
             bias=bias,
             need_weights=need_weights,
-            positions=places,
+            positions=positions,
         )
         return self.drop_output(output), attn_weights
 
@@ -419,8 +430,8 @@ class MultiHeadSelfAttention(AttentionLayer):
         """
         self.check_input("x", x)
         full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)
-        full_mask, places = self._with_cached(x.shape[-2], full_mask, positions)
+        full_mask, positions = self._uploaded_once(x.shape[-2], full_mask, positions)
         output, _ = attention_layer(
-            self, x, None, None, full_mask, bias=bias, need_weights=False, positions=places
+            self, x, None, None, full_mask, bias=bias, need_weights=False, positions=positions
         )
         return self.drop_output(output)

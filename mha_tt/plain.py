@@ -63,14 +63,15 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
 # ---- The device ----------------------------------------------------------------------------------
 
 MASKED = -1e9
-"""Score of a masked key: kernels return NaN for a block of -inf alone."""
+"""Score of a masked key: the softmax of a row of -inf is NaN."""
 
 
 def upload(array: np.ndarray, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> Tensor:
     """Copy an array of any shape to a device, in tiles."""
     # ttnn reads neither float64 nor arrays whose memory has another order.
     array = np.array(array, dtype=np.float32, order="C")
-    return ttnn.to_device(ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT), device)
+    on_host = ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT)
+    return ttnn.to_device(on_host, device)
 
 
 def accurate_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:

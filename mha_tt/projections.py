@@ -142,7 +142,13 @@ def project_output(
         Output (B, T, E), or (B, T, N * Hv) without `out_proj`.
     """
     if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", query))
+        gate = project("gate_proj", query)
+        if spec.gate.per_head:
+            gate_width = spec.num_heads
+        else:
+            gate_width = padded_width("gate_proj", spec)
+        check_features("gate_proj", gate, gate_width)
+        context = apply_gate(context, gate)
     output = combine_checked(context)
     if spec.context_norm is not None:
         output = project("context_norm", output)

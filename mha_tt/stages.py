@@ -19,13 +19,8 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import check_kernel
 from mha_tt.arrays import as_dtype, at_least_float32, nan_where
-from mha_tt.checks import (
-    check_heads,
-    check_scored,
-    check_tiles,
-)
+from mha_tt.checks import check_heads, check_kernel, check_scored, check_tiles
 from mha_tt.device import accurate_config, upload, zeros
 from mha_tt.features.alibi import alibi_bias
 from mha_tt.features.relative_bias import relative_position_bias
@@ -81,15 +76,15 @@ def attention_scores(
         scores = ttnn.multiply(
             ttnn.tanh(ttnn.multiply(scores, 1.0 / rules.soft_cap)), rules.soft_cap
         )
-    lengths = (scores.shape[2], scores.shape[3])
+    seq_lens = (scores.shape[2], scores.shape[3])
     device = query.device()
     if rules.alibi_slopes is not None:
-        by_distance = alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=np.float32)
+        by_distance = alibi_bias(rules.alibi_slopes, *seq_lens, q_offset, scores_dtype=np.float32)
         scores = ttnn.add(scores, upload(by_distance, device=device, dtype=ttnn.float32))
     if rules.relative_bias is not None:
         table = learned["relative_bias"]
         by_bucket = relative_position_bias(
-            table, rules.relative_bias, *lengths, q_offset, scores_dtype=ttnn.float32
+            table, rules.relative_bias, *seq_lens, q_offset, scores_dtype=ttnn.float32
         )
         scores = ttnn.add(scores, by_bucket)
     if rules.relative_products is not None:

@@ -207,7 +207,7 @@ def init_latent_cache(
     for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
         check_count(name, size)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise InputTypeError("dtype", "be floating point", dtype=dtype)
+        raise InputTypeError("dtype", "be floating point", dtype=jnp.dtype(dtype))
     return LatentCache(
         latents=jnp.zeros((batch_size, 1, capacity, kv_rank + rope_dim), dtype),
         lengths=jnp.zeros(batch_size, jnp.int32),

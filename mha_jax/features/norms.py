@@ -58,7 +58,9 @@ def _apply_norm(x: Array, weight: Array | None, bias: Array | None, norm: Norm) 
 
 def _along(parameter: Array, norm: Norm, rank: int) -> Array:
     """Return a parameter in at least float32, reshaped to broadcast."""
-    parameter = at_least_float32(parameter[:, None] if norm.per_head else parameter)
+    parameter = at_least_float32(parameter)
+    if norm.per_head:
+        parameter = parameter[:, None]
     return jnp.expand_dims(parameter, tuple(range(rank - parameter.ndim)))
 
 
@@ -73,7 +75,8 @@ class NormLayer(nnx.Module):
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype,
     ) -> None:
-        self.norm, self.dtype = norm, dtype
+        self.norm = norm
+        self.dtype = dtype
         initial = {"weight": norm.initial_weight, "bias": 0.0}
         for name, shape in shapes.items():
             setattr(self, name, nnx.Param(jnp.full(shape, initial[name], param_dtype)))

@@ -41,10 +41,10 @@ def relative_position_bias(
         positions = jnp.arange(seq_len_q, dtype=jnp.int32)[None]
         if q_offset is not None:
             positions = positions + q_offset[:, None]
-        rows = jnp.asarray(relative_bias.buckets()[:, :seq_len_k], jnp.int32)
         # Padding, and tokens without room in a cache, may lie beyond the grid.
-        positions = jnp.clip(positions, 0, len(rows) - 1)
-        return jnp.moveaxis(table.astype(scores_dtype)[rows[positions]], 3, 1)
+        positions = jnp.clip(positions, 0, relative_bias.num_tokens - 1)
+        buckets = jnp.asarray(relative_bias.buckets()[:, :seq_len_k], jnp.int32)[positions]
+        return jnp.moveaxis(table.astype(scores_dtype)[buckets], 3, 1)
     # From -T, not from 1 - T: without queries there is still a row to look up.
     distances = jnp.arange(-seq_len_q, seq_len_k, dtype=jnp.int32)[None]
     if q_offset is not None:
@@ -54,6 +54,7 @@ def relative_position_bias(
     buckets = buckets[jnp.clip(distances, -farthest, farthest) + farthest]
     by_distance = table.astype(scores_dtype)[buckets].swapaxes(1, 2)  # (B or 1, N, T + S)
     # Each row is the previous one shifted by one key, so only T + S numbers per head are looked up.
+    # Row i begins at the distance -i, which has the index T - i.
     firsts = seq_len_q - jnp.arange(seq_len_q, dtype=jnp.int32)
     return jax.vmap(
         lambda first: lax.dynamic_slice_in_dim(by_distance, first, seq_len_k, axis=2), out_axes=2

@@ -1,4 +1,7 @@
-"""Rotary position embedding (RoPE)."""
+"""Rotary position embedding (RoPE).
+
+Axes: B batch, T tokens, H head_dim, of which R features are rotated in R/2 pairs.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Float, Int
@@ -73,8 +76,11 @@ def _frequencies(positions: Array, rope: Rope, head_dim: int, dtype: jnp.dtype) 
     frequencies = jnp.asarray(rope.frequencies(head_dim), dtype)[None]
     if not isinstance(scaling, (DynamicScaling, LongRopeScaling)):
         return frequencies
+    # The largest position of each sequence, also with sections.
     last = positions.max(axis=-1, initial=0)  # 0 without tokens
-    length = (last if last.ndim == 1 else last.max(axis=0))[:, None] + 1
+    if last.ndim == 2:
+        last = last.max(axis=0)
+    length = last[:, None] + 1
     if isinstance(scaling, LongRopeScaling):
         longer = jnp.asarray(rope.frequencies(head_dim, scaling.original_length + 1), dtype)[None]
     else:

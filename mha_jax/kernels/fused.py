@@ -67,7 +67,10 @@ class FusedAttention(BlockSizes):
         self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str
     ) -> Array:
         is_empty = not query.size or not key.size
-        if is_empty or scores.has_dropout or scores.spec.relative_products is not None:
+        # `jax.export` may have symbolic numbers of tokens, which no kernel can compare or divide.
+        is_symbolic = not (isinstance(query.shape[2], int) and isinstance(key.shape[2], int))
+        is_unsupported = scores.has_dropout or scores.spec.relative_products is not None
+        if is_empty or is_symbolic or is_unsupported:
             return attend_without_weights(query, key, value, mask, scores)
         if platform == "tpu" and splash.supports(query, key, mask, scores):
             return splash.attend(query, key, value, mask, scores)

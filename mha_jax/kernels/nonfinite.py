@@ -16,13 +16,13 @@ from jax import lax
 from jaxtyping import Bool, Float
 
 from mha_jax.arrays import Array, nan_where, zero_where
+from mha_jax.checks import check_kernel
 from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel, step_of
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.padding import find_padding
 from mha_jax.scores import Scores
 from mha_jax.sharding import head_sharding, is_automatic, with_auto_axes
-from mha_spec.rules import check_kernel
 
 
 def contained(kernel: Kernel) -> Kernel:
@@ -52,7 +52,7 @@ def contained(kernel: Kernel) -> Kernel:
 
 @dataclass(frozen=True)
 class Contained:
-    """A kernel as `contained` returns it. Unlike a closure it can be pickled, with its layer.
+    """A kernel as `contained` returns it. Unlike a closure it can be pickled.
 
     Attributes:
         kernel: computes the context of finite inputs.
@@ -159,6 +159,7 @@ def _set_aside(
 
 @compiled()
 def _with_nan(context: Array, rows: _NanRows) -> Array:
+    """Return the context with NaN in these rows."""
     is_zero = (context == 0).all(axis=-1, keepdims=True)
     return nan_where(context, rows.always | (rows.if_zero & is_zero))
 
@@ -185,7 +186,7 @@ def attends_to_any(
         # Up to each key.
         counts = jnp.pad(lax.cumsum(marked.astype(jnp.int32), axis=2), [(0, 0), (0, 0), (1, 0)])
         before, within = (
-            jnp.take_along_axis(counts, places[:, None], axis=2) for places in (first, stop)
+            jnp.take_along_axis(counts, bound[:, None], axis=2) for bound in (first, stop)
         )
         return (within > before)[..., None]
     attended = _attended_keys(mask, seq_len_q, seq_len_k)
@@ -218,11 +219,9 @@ def _attended_keys(
         is_attended = (keys >= first) & (keys < stop)
         if mask.mask is not None:
             hidden = to_scores_rank(mask.mask)
-            is_attended &= ~(
-                hidden
-                if hidden.shape[3] == 1
-                else lax.dynamic_slice_in_dim(hidden, begin, size, axis=3)
-            )
+            if hidden.shape[3] > 1:
+                hidden = lax.dynamic_slice_in_dim(hidden, begin, size, axis=3)
+            is_attended &= ~hidden
         if mask.segments is not None:
             query_ids, key_ids = mask.segments
             key_ids = lax.dynamic_slice_in_dim(key_ids, begin, size, axis=1)
@@ -236,7 +235,7 @@ def _in_any_block(is_any_of: Callable[[Array | int, int], Array], seq_len_k: int
     """Return whether a function of some keys is True of any of them: block by block, not of all
     pairs at once.
     """
-    size = min(seq_len_k, 128)
+    size = min(seq_len_k, 128)  # pairs of T queries and 128 keys in memory
 
     def add(i: Array, is_any: Array) -> Array:
         return is_any | is_any_of(jnp.minimum(i * size, seq_len_k - size), size)
@@ -250,7 +249,8 @@ def _may_overflow(
     """Return whether the largest feature of a row times that of any key times a factor exceeds
     float32.
     """
-    # Each is scaled by 2**-64, because the product itself may overflow.
+    # Each is scaled by 2**-64, because the product itself may overflow; float32 ends at 2**128, and
+    # 0.99 instead of 1 allows for the rounding of these products.
     of_query, of_key = (x.astype(jnp.float32) * 2.0**-64 for x in (of_query, of_key))
     largest_key = jnp.repeat(
         of_key.max(axis=2, keepdims=True), of_query.shape[1] // of_key.shape[1], axis=1

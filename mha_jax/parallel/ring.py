@@ -80,7 +80,7 @@ class _Chunk(NamedTuple):
     size: int
 
     @property
-    def places(self) -> Array:
+    def positions(self) -> Array:
         """Positions, (B or 1, size)."""
         return self.begin[:, None] + jnp.arange(self.size, dtype=jnp.int32)[None]
 
@@ -205,8 +205,7 @@ class _Pair(NamedTuple):
 
     Attributes:
         rows, keys: their positions.
-        rows_at, keys_at: their place among the local queries and the visiting keys, as a slice or
-            its start.
+        rows_at, keys_at: index of the first among the local queries, and among the visiting keys.
         is_diagonal: both have the same positions, and the mask is causal.
         is_clear: nothing but padding is hidden.
     """
@@ -290,24 +289,26 @@ def _hidden_of(plan: _Plan, terms: _Terms, pair: _Pair) -> Hidden:
         lengths = jnp.clip(terms.lengths - keys.begin, 0, keys.size)
     if not (pair.is_clear or pair.is_diagonal):
         # (B or 1, t) and (1, 1, 1, 1, s).
-        places = rows.places
-        key_places = keys.places[:, None, None, None]
+        row_positions = rows.positions
+        key_positions = keys.positions[:, None, None, None]
         if plan.is_causal:
-            stop = places + 1
+            stop = row_positions + 1
         else:
-            stop = jnp.full_like(places, jnp.iinfo(jnp.int32).max)
-        first = jnp.zeros_like(places)
+            stop = jnp.full_like(row_positions, jnp.iinfo(jnp.int32).max)
+        first = jnp.zeros_like(row_positions)
         if plan.span is not None:
-            first = plan.span.first(places)
-            stop = jnp.minimum(stop, plan.span.stop(places))
+            first = plan.span.first(row_positions)
+            stop = jnp.minimum(stop, plan.span.stop(row_positions))
         first, stop = (x[:, None, None, :, None] for x in (first, stop))
-        by_place = (key_places < first) | (key_places >= stop)
+        is_outside = (key_positions < first) | (key_positions >= stop)
         if mask is None:
-            mask = by_place
+            mask = is_outside
         else:
-            mask = mask | by_place
-    has_slopes = plan.options.scoring.slopes is not None
-    return Hidden(mask, bias, lengths, None, rows.begin - keys.begin if has_slopes else None)
+            mask = mask | is_outside
+    q_offset = None
+    if plan.options.scoring.slopes is not None:
+        q_offset = rows.begin - keys.begin
+    return Hidden(mask, bias, lengths, None, q_offset)
 
 
 def _sees(plan: _Plan, pair: _Pair) -> Array | None:

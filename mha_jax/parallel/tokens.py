@@ -63,10 +63,12 @@ class ContextParallel:
         axis = token_axis(query, key, mask, self.axis)
         if axis is None:
             return self.kernel(query, key, value, mask, scores)
-        for name in mask.fields_beyond(
+        unsupported = mask.fields_beyond(
             "mask", "is_causal", "key_padding_lengths", "span", "q_offset"
-        ):
-            raise InputError(name, "be None where tokens are divided", {"axis": axis})
+        )
+        if unsupported:
+            rule = "be None where tokens are divided"
+            raise InputError(unsupported[0], rule, {"axis": axis})
         products = scores.spec.relative_products
         if products is not None:
             rule = "be None where tokens are divided"
@@ -95,8 +97,11 @@ class ContextParallel:
 
     def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         """Return the context of one new token of each sequence over a cache."""
-        is_whole = token_axis(query, key, mask, self.axis) is None
-        return (step_of(self.kernel) if is_whole else self)(query, key, value, mask, scores)
+        if token_axis(query, key, mask, self.axis) is None:
+            attend = step_of(self.kernel)
+        else:
+            attend = self
+        return attend(query, key, value, mask, scores)
 
     def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         if scores.has_dropout or not query.size:
@@ -138,7 +143,7 @@ def _attend_to_tokens(
     size = mesh.shape[axis]
     is_cached = mask.q_offset is not None
     is_local = is_manual(mesh, axis)
-    mask, scores = _with(mask, scores, lambda x: None if x is None else to_scores_rank(x))
+    mask, scores = _with_changed(mask, scores, lambda x: None if x is None else to_scores_rank(x))
     passes_keys = is_cached or parallel.passes_keys or scores.spec.alibi_slopes is not None
     if key.shape[1] % size == 0 and not passes_keys:
         heads = _Heads(axis, size, query.shape[1], key.shape[1])
@@ -179,9 +184,9 @@ def _attend_to_tokens(
     return mapped(query, key, value, mask, scores)
 
 
-def _with(mask: Mask, scores: Scores, change: Callable[[Any], Any]) -> tuple[Mask, Scores]:
-    """Return mask and scores with functions applied to the boolean mask and the bias, which may be
-    None.
+def _with_changed(mask: Mask, scores: Scores, change: Callable[[Any], Any]) -> tuple[Mask, Scores]:
+    """Return mask and scores with their boolean mask and bias changed by a function, which gets
+    None for either if there is none.
     """
     return replace(mask, mask=change(mask.mask)), replace(scores, bias=change(scores.bias))
 
@@ -271,7 +276,7 @@ def _share_heads(
         is_by_rows = x is not None and x.shape[2] == query.shape[2] > 1
         return heads.local(lax.all_gather(x, heads.axis, axis=2, tiled=True) if is_by_rows else x)
 
-    mask, scores = _with(mask, scores, of_scores)
+    mask, scores = _with_changed(mask, scores, of_scores)
     scores = heads.local_scores(scores)
     q, k, v = (heads.exchange(x) for x in (query, key, value))
     return heads.exchange_back(kernel(q, k, v, mask, scores))
@@ -298,7 +303,9 @@ def _share_heads_by_constraint(
     def has_heads_and_rows(x: Array | None) -> bool:
         return x is not None and x.shape[1] == heads.num_heads and x.shape[2] == query.shape[2] > 1
 
-    mask, scores = _with(mask, scores, lambda x: exchanged(x) if has_heads_and_rows(x) else x)
+    mask, scores = _with_changed(
+        mask, scores, lambda x: exchanged(x) if has_heads_and_rows(x) else x
+    )
 
     def local_part(x: Array | None) -> Array | None:
         # Six axes if it was exchanged.
@@ -308,7 +315,7 @@ def _share_heads_by_constraint(
 
     def attend_locally(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         mask, scores = varying((mask, scores), heads.axis)
-        mask, scores = _with(mask, scores, local_part)
+        mask, scores = _with_changed(mask, scores, local_part)
         scores = heads.local_scores(scores)
         q, k, v = (heads.joined(x) for x in (query, key, value))
         context = kernel(q, k, v, mask, scores)

@@ -71,12 +71,12 @@ class RelativeBias(Record):
         distances = np.arange(-self.max_distance, self.max_distance + 1)
         if self.bidirectional:
             count = self.num_buckets // 2
+            away = np.abs(distances)
+            first = count * (distances > 0)
         else:
             count = self.num_buckets
-        if self.bidirectional:
-            away = np.abs(distances)
-        else:
             away = np.maximum(-distances, 0)
+            first = 0
         num_exact = count // 2
         # T5 rounds each step to float32, which decides where buckets begin. (T5 itself may differ
         # at a few distances for unusual settings: the last bit of torch's logarithm depends on the
@@ -89,10 +89,6 @@ class RelativeBias(Record):
             * np.float32(count - num_exact)
         )
         shared = np.minimum(num_exact + steps.astype(np.int64), count - 1)
-        if self.bidirectional:
-            first = count * (distances > 0)
-        else:
-            first = 0
         return first + np.where(away < num_exact, away, shared)
 
 

@@ -142,7 +142,9 @@ class RelativeProducts(Record):
             return distances
         away = np.abs(distances)
 
-        # Each step rounded to float32, as in DeBERTa's code.
+        # DeBERTa's formula, each step rounded to float32 as in its code: up to `num_exact` each
+        # distance has a bucket, and `num_exact - 1` more are spread logarithmically up to
+        # `max_distance - 1`.
         def logarithm(distance: np.ndarray) -> np.ndarray:
             return np.log((distance / exact).astype(np.float32), dtype=np.float64).astype(
                 np.float32

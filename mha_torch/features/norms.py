@@ -90,11 +90,10 @@ class NormLayer(nn.Module):
         super().__init__()
         self.norm = norm
         for name in ("weight", "bias"):
+            parameter = None
             if name in shapes:
-                parameter = torch.empty(shapes[name], device=device, dtype=dtype)
-            else:
-                parameter = None
-            self.register_parameter(name, None if parameter is None else nn.Parameter(parameter))
+                parameter = nn.Parameter(torch.empty(shapes[name], device=device, dtype=dtype))
+            self.register_parameter(name, parameter)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

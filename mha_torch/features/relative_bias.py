@@ -39,9 +39,8 @@ def relative_position_bias(
         if q_offset is not None:
             positions = positions + q_offset.to(positions)[:, None]
         # Padding, and tokens without room in a cache, may lie beyond the grid.
-        buckets = constant(relative_bias.buckets(), table)[
-            positions.clamp(0, relative_bias.num_tokens - 1), :seq_len_k
-        ]
+        positions = positions.clamp(0, relative_bias.num_tokens - 1)
+        buckets = constant(relative_bias.buckets(), table)[positions, :seq_len_k]
         return table.to(scores_dtype)[buckets].movedim(3, 1)
     # From -T, not from 1 - T: without queries there is still a row to look up.
     distances = torch.arange(-seq_len_q, seq_len_k, device=table.device)[None]
@@ -56,4 +55,5 @@ def relative_position_bias(
         rows, keys = (torch.arange(size, device=table.device) for size in (seq_len_q, seq_len_k))
         return by_distance[:, :, seq_len_q - rows[:, None] + keys]
     # Each row is the previous one shifted by one key, so only T + S numbers per head are looked up.
+    # The windows begin at the distances -T, …, 0, and row i at -i: without the first, in reverse.
     return by_distance.unfold(2, seq_len_k, 1)[:, :, 1:].flip(2)

@@ -1,4 +1,7 @@
-"""Rotary position embedding (RoPE)."""
+"""Rotary position embedding (RoPE).
+
+Axes: B batch, T tokens, H head_dim, of which R features are rotated in R/2 pairs.
+"""
 
 from dataclasses import dataclass
 
@@ -88,8 +91,11 @@ def _frequencies(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtyp
     frequencies = constant(rope.frequencies(head_dim), positions, dtype)[None]
     if not isinstance(scaling, (DynamicScaling, LongRopeScaling)) or not positions.shape[-1]:
         return frequencies
+    # The largest position of each sequence, also with sections.
     last = positions.amax(dim=-1)
-    length = (last if last.ndim == 1 else last.amax(dim=0))[:, None] + 1
+    if last.ndim == 2:
+        last = last.amax(dim=0)
+    length = last[:, None] + 1
     if isinstance(scaling, LongRopeScaling):
         longer = constant(rope.frequencies(head_dim, scaling.original_length + 1), positions, dtype)
     else:

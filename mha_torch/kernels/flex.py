@@ -134,12 +134,14 @@ def _score_mod(query: Tensor, scores: Scores) -> Callable[..., Tensor] | None:
     if scores.spec.alibi_slopes is not None:
         slopes = constant(np.array(scores.spec.alibi_slopes), query, at_least_float32(query).dtype)
 
-    def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
+    def score_mod(
+        score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor
+    ) -> Tensor:
         if soft_cap is not None:
             score = soft_cap * torch.tanh(score / soft_cap)
         if slopes is None:
             return score
-        return score - slopes[head] * (row - place).abs()
+        return score - slopes[head] * (row - column).abs()
 
     return score_mod
 
@@ -172,11 +174,11 @@ def _block_mask(
     the mask function.
     """
 
-    def mask_mod(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
-        is_visible = (place >= first[batch, row]) & (place < stop[batch, row])
+    def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        is_visible = (column >= first[batch, row]) & (column < stop[batch, row])
         if segments is None:
             return is_visible
-        return is_visible & (segments[0][batch, row] == segments[1][batch, place])
+        return is_visible & (segments[0][batch, row] == segments[1][batch, column])
 
     partial, full = _visible_blocks(first, stop, seq_len_k, segments)
     return library.BlockMask.from_kv_blocks(

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import InputError
-from mha_spec.rules import check_kernel
 from mha_torch.arrays import (
     is_distributed,
     is_graph,
@@ -24,6 +23,7 @@ from mha_torch.arrays import (
     values_of,
     zero_where,
 )
+from mha_torch.checks import check_kernel
 from mha_torch.kernels import Kernel
 from mha_torch.masks import Mask, as_lengths
 from mha_torch.scores import Scores
@@ -63,7 +63,7 @@ def contained(kernel: Kernel) -> Kernel:
 
 @dataclass(frozen=True)
 class Contained:
-    """A kernel as `contained` returns it. Unlike a closure it can be pickled, with its layer.
+    """A kernel as `contained` returns it. Unlike a closure it can be pickled.
 
     Attributes:
         kernel: computes the context of finite inputs.
@@ -183,7 +183,7 @@ def sees_any_between(
     counts = F.pad(marked.cumsum(dim=2), (1, 0))  # up to each key
     shape = (*marked.shape[:2], first.shape[1])
     before, within = (
-        counts.gather(2, places.long()[:, None].expand(shape)) for places in (first, stop)
+        counts.gather(2, bound.long()[:, None].expand(shape)) for bound in (first, stop)
     )
     return (within > before)[..., None]
 
@@ -194,7 +194,8 @@ def _may_overflow(
     """Return whether the largest feature of a row times that of any key times a factor exceeds
     float32.
     """
-    # Each is scaled by 2**-64, because the product itself may overflow.
+    # Each is scaled by 2**-64, because the product itself may overflow; float32 ends at 2**128, and
+    # 0.99 instead of 1 allows for the rounding of these products.
     of_query, of_key = (x.float() * 2.0**-64 for x in (of_query, of_key))
     num_groups = of_query.shape[1] // of_key.shape[1]
     return (

@@ -29,7 +29,9 @@ from mha_torch.scores import Scores
 _KERNEL = F.scaled_dot_product_attention
 
 _QUERIES_WITH_BIAS = 128
-"""Queries per block if each score has a bias that is computed for the call."""
+"""Queries per block if each score has a bias that is computed for the call: the bias of a block
+stays small, and the kernel has enough queries for its own blocks.
+"""
 
 _SHORT_SEGMENT = 8
 """Tokens of a segment, on average, below which one call with a mask is faster than a call for each
@@ -255,14 +257,14 @@ def _distance_bias(
 ) -> Tensor:
     """Return ALiBi or the relative bias for queries (B, N, T, H), in at least float32."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    lengths = (query.shape[2], seq_len_k)
+    seq_lens = (query.shape[2], seq_len_k)
     if scores.spec.relative_bias is not None:
         table = scores.learned["relative_bias"]
         return relative_position_bias(
-            table, scores.spec.relative_bias, *lengths, q_offset, scores_dtype=dtype
+            table, scores.spec.relative_bias, *seq_lens, q_offset, scores_dtype=dtype
         )
     slopes = scores.spec.alibi_slopes or ()
-    return alibi_bias(slopes, *lengths, q_offset, scores_dtype=dtype, device=query.device)
+    return alibi_bias(slopes, *seq_lens, q_offset, scores_dtype=dtype, device=query.device)
 
 
 def _attend_in_query_blocks(
@@ -278,9 +280,13 @@ def _attend_in_query_blocks(
     contexts = []
     shared = None
     last_begin = (seq_len_q - 1) // size * size
-    # The bias of the last_begin block contains that of all others.
+    # A bias depends on distances only: the last block of queries has the most keys before it, and
+    # its bias, shifted, contains that of each other block.
     if mask.has_only("is_causal") and scores.bias is None:
-        stop = last_begin + (size if mask.is_causal else seq_len_k)
+        if mask.is_causal:
+            stop = last_begin + size
+        else:
+            stop = last_begin + seq_len_k
         q_offset = torch.full((1,), last_begin, device=query.device)
         shared = _distance_bias(query[:, :, :size], stop, q_offset, scores)
         if mask.is_causal:

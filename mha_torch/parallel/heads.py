@@ -107,8 +107,10 @@ def _divide_tokens(layer: AttentionLayer, kernel: RingAttention) -> None:
             raise InputError("need_weights", rule, need_weights=True)
         check_ring_supports(Mask(named.get("mask")), layer.scores(named.get("bias")))
         if isinstance(x, Tensor) and layer.spec.has_positions and named.get("positions") is None:
-            places = kernel.positions(x.shape[-2], x.device)
-            named = named | {"positions": places if x.ndim > 2 else places[0]}
+            positions = kernel.positions(x.shape[-2], x.device)
+            if x.ndim == 2:  # one sequence, without a batch axis
+                positions = positions[0]
+            named = named | {"positions": positions}
         return inputs, named
 
     layer.kernel = kernel
@@ -197,7 +199,8 @@ def _width_of(spec: AttentionSpec, name: str, mesh: DeviceMesh) -> WidthShard:
         list(local.queries) if name in OF_QUERIES else local.keys for local in heads_of_ranks
     ]
     before = {head for heads in others for head in heads}
-    counted = [place for place, head in enumerate(own) if head not in {*before, *own[:place]}]
+    # A head that several ranks share, or that this one has twice, is counted once.
+    counted = [index for index, head in enumerate(own) if head not in {*before, *own[:index]}]
     return WidthShard(mesh, own, counted, _heads_of_norm(spec, name))
 
 

@@ -228,8 +228,8 @@ class _Ring:
         first, stop = (x.to(device) for x in self.visible_keys(rows))
         if bool(((first <= keys.start) & (stop >= keys.stop)).all()):
             return None
-        places = torch.arange(keys.start, keys.stop, device=device)
-        return ((places >= stop[..., None]) | (places < first[..., None]))[:, None]
+        key_positions = torch.arange(keys.start, keys.stop, device=device)
+        return ((key_positions >= stop[..., None]) | (key_positions < first[..., None]))[:, None]
 
 
 # ---- Transfers -----------------------------------------------------------------------------------

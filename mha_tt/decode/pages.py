@@ -81,7 +81,8 @@ class PagedKVCache(KVCache):
         """
         check_not_written_over(self)
         check_count("capacity", capacity, minimum=self.capacity)
-        (count, _, page_size, _), (batch_size, num_pages) = self.keys.shape, self.pages.shape
+        count, _, page_size, _ = self.keys.shape
+        batch_size, num_pages = self.pages.shape
         added = in_order(batch_size, round_up(capacity, page_size) // page_size - num_pages)
 
         def extended(slots: Tensor) -> Tensor:
@@ -141,6 +142,6 @@ def paged(cache: KVCache, page_size: int) -> PagedKVCache:
     )
 
 
-def in_order(batch_size: int, count: int) -> Int[np.ndarray, "B P"]:
+def in_order(batch_size: int, num_pages: int) -> Int[np.ndarray, "B P"]:
     """Return `num_pages` consecutive pages for each sequence."""
-    return np.arange(batch_size * count).reshape(batch_size, count)
+    return np.arange(batch_size * num_pages).reshape(batch_size, num_pages)

@@ -13,7 +13,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec
 from mha_tt.cache import Cache, CacheT, mark_written_over, write_rows
-from mha_tt.decode.places import SUBBLOCK, DecodePositions, PreparedWeights
+from mha_tt.decode.positions import SUBBLOCK, DecodePositions, PreparedWeights
 from mha_tt.device import accurate_config
 from mha_tt.features.latent import (
     HeadWeights,
@@ -50,26 +50,25 @@ def decode_step(
     after tokens from another path uploads positions. Constant tensors come from the layer, or from
     the last step by way of the cache.
     """
-    spec, (batch_size, _, width) = layer.spec, x.shape
-    prepared = layer.prepared or (
-        PreparedWeights() if cache.places is None else cache.places.prepared
-    )
+    spec = layer.spec
+    batch_size, _, width = x.shape
+    prepared = _prepared_weights(layer, cache)
     is_packed = _is_packed(x, spec)
-    places = _places(cache, spec, prepared, is_packed)
-    rotation = places.rotation()
+    positions = _next_positions(cache, spec, prepared, is_packed)
+    rotation = positions.rotation()
     of_layer: Any = {"compute_kernel_config": layer.compute_kernel_config}
     tokens = ttnn.reshape(x, (1, *(1,) * is_packed, batch_size, width))
     if is_packed:
         packed, are_apart = _packed(layer, tokens, prepared)
         q, new = _heads(packed, spec, rotation, are_apart)
-        _write(cache, new, places, are_apart)
+        _write(cache, new, positions, are_apart)
     else:
         if kv_b is None:
             q, new = project_new_tokens(layer.project, tokens, cache, spec, rotation)
         else:
             q, *new = project_absorbed(layer.project, tokens, spec, rotation, kv_b, **of_layer)
         q, *new = (ttnn.transpose(part, 1, 2) for part in (q, *new))
-        write_rows(cache, new, places.slots)
+        write_rows(cache, new, positions.slots)
     slots = tuple(cache.slots.values())
     config = kernel.compute_kernel_config
     of_scores: Any = {"spec": scores.spec, "compute_kernel_config": config}
@@ -84,7 +83,7 @@ def decode_step(
         q,
         slots[0],
         slots[-1],
-        places.slots,
+        positions.slots,
         page_table=cache.page_table,
         learned=learned,
         **of_scores,
@@ -103,9 +102,9 @@ def decode_step(
             context = context[:, :, :, : padded_features("kv_a_norm", spec)]
             context = absorb_values(context, kv_b, spec, **of_layer)
         output = project_output(layer.project, context, tokens, spec)
-    places.decode_step()
+    positions.decode_step()
     after = cache.with_slots(slots, cache.lengths + 1)
-    object.__setattr__(after, "places", places)  # not part of its value
+    object.__setattr__(after, "next_positions", positions)  # not part of its value
     mark_written_over(cache, after)
     if tuple(output.shape)[:2] != (batch_size, 1):
         output = ttnn.reshape(output, (batch_size, 1, output.shape[-1]))
@@ -130,26 +129,30 @@ def project_new_tokens(
     return q, (k, v)
 
 
-def _places(
+def _prepared_weights(layer: AttentionLayer | FunctionalLayer, cache: Cache) -> PreparedWeights:
+    """Return the constant tensors of the layer, or from the last step, or an empty record."""
+    if layer.prepared is not None:
+        return layer.prepared
+    if cache.next_positions is not None:
+        return cache.next_positions.prepared
+    return PreparedWeights()
+
+
+def _next_positions(
     cache: Cache, spec: AttentionSpec, prepared: PreparedWeights, is_packed: bool
 ) -> DecodePositions:
     """Return the positions from the last step, if they still match the cache, or new ones."""
     device = next(iter(cache.slots.values())).device()
     table = None
     if spec.rope is not None:
-        if cache.places is None:
-            of_cache = None
-        else:
-            of_cache = cache.places.table
-        is_its = of_cache is not None and of_cache.is_for(spec, cache.capacity)
-        if is_its:
-            table = of_cache
-        else:
+        if cache.next_positions is not None:
+            table = cache.next_positions.table
+        if table is None or not table.is_for(spec, cache.capacity):
             table = prepared.rotary_table(spec, cache.capacity, device)
-    if cache.places is not None and cache.places.matches(
+    if cache.next_positions is not None and cache.next_positions.matches(
         cache.lengths, table, is_row_each=is_packed
     ):
-        return cache.places
+        return cache.next_positions
     return DecodePositions(cache.lengths, table, prepared, is_row_each=is_packed, device=device)
 
 
@@ -251,13 +254,13 @@ def _heads(
 
 
 def _write(
-    cache: Cache, new: tuple[Tensor, Tensor], places: DecodePositions, are_apart: bool
+    cache: Cache, new: tuple[Tensor, Tensor], positions: DecodePositions, are_apart: bool
 ) -> None:
     """Write keys and values of new tokens into their slots; both at once if they are on separate
     cores.
     """
     if not (are_apart and all(x.is_sharded() for x in new)):
-        write_rows(cache, new, places.slots)
+        write_rows(cache, new, positions.slots)
         return
     (keys, values), (new_keys, new_values) = cache.slots.values(), new
     ttnn.experimental.paged_fused_update_cache(
@@ -265,6 +268,6 @@ def _write(
         new_keys,
         values,
         new_values,
-        update_idxs_tensor=places.slots,
+        update_idxs_tensor=positions.slots,
         page_table=cache.page_table,
     )

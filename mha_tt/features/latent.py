@@ -51,7 +51,7 @@ class LatentCache(Cache):
         latents: (B, 1, S, W) with capacity S and W = kv_rank + rope_dim, each of the three in whole
             tiles: the normalized latent of each token, then the rotated features that all keys
             share. Slots at or beyond the length of their sequence are empty.
-        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
+        lengths: number of cached tokens of each sequence, (B,), int32, on the host.
         capacity: number of slots per sequence.
     """
 

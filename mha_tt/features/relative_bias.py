@@ -43,9 +43,8 @@ def relative_position_bias(
         positions = np.asarray(q_offset)[:, None] + positions
     if isinstance(relative_bias, GridBias):
         # Padding may lie beyond the grid.
-        buckets = relative_bias.buckets()[
-            np.clip(positions, 0, relative_bias.num_tokens - 1), :seq_len_k
-        ]
+        positions = np.clip(positions, 0, relative_bias.num_tokens - 1)
+        buckets = relative_bias.buckets()[positions, :seq_len_k]
     else:
         farthest = relative_bias.max_distance
         distances = np.clip(np.arange(seq_len_k) - positions[:, :, None], -farthest, farthest)

@@ -14,8 +14,8 @@ import ttnn
 from jaxtyping import Float
 from ttnn import Tensor
 
-from mha_spec.rules import check_kernel
 from mha_tt.arrays import as_dtype, nan_where
+from mha_tt.checks import check_kernel
 from mha_tt.device import zeros
 from mha_tt.kernels import Kernel
 from mha_tt.masks import DeviceMask, Mask
@@ -49,7 +49,7 @@ def contained(kernel: Kernel) -> Kernel:
 
 @dataclass(frozen=True)
 class Contained:
-    """A kernel as `contained` returns it. Unlike a closure it can be pickled, with its layer.
+    """A kernel as `contained` returns it. Unlike a closure it can be pickled.
 
     Attributes:
         kernel: computes the context of finite keys and values.

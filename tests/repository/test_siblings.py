@@ -220,6 +220,7 @@ EXTRA_NAMES = {
         "AttentionLayer.load_weights",  # torch's state dict and nnx's state do this,
         "AttentionLayer.train",  # and their modules have these two
         "AttentionLayer.eval",
+        "check_is_device",  # every module and cache is made for an open device,
         "check_on_device",  # several operations crash on a tensor on the host,
         "check_tiles",  # or need whole tiles,
         # distinguishes the dtype of inputs from that of weights, which differ here,
@@ -232,7 +233,7 @@ EXTRA_NAMES = {
         # writing into a cache precedes any other sign that it belongs to another layer,
         "check_cache_holds",
         "check_cached_step",  # and one new token per sequence has its own kernel
-        "Cache.places",  # counted on the device
+        "Cache.next_positions",  # counted on the device
         *WRITTEN_OVER,
         *("Cache.pages", "Cache.page_table", "Cache.is_within"),  # a cache may be paged
         "PagedKVCache",

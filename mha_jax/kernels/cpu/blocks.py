@@ -200,15 +200,16 @@ class Sums(NamedTuple):
 
     def result(self) -> tuple[Array, Array]:
         """Return the context and log-sum-exp: 0 and infinity for rows whose scores are all -inf."""
-        gave_nothing = self.exponentials == 0.0
-        exponentials = jnp.where(gave_nothing, 1.0, self.exponentials)
+        is_empty = self.exponentials == 0.0
+        exponentials = jnp.where(is_empty, 1.0, self.exponentials)
         return self.values / exponentials, jnp.where(
-            gave_nothing, jnp.inf, self.largest + jnp.log(exponentials)
+            is_empty, jnp.inf, self.largest + jnp.log(exponentials)
         )
 
 
 def _finite_shift(largest: Array) -> Array:
-    # Exp(-inf) is 0, but exp(-inf + inf) is NaN.
+    """Return what to subtract from scores: the largest, or 0 if all are -inf."""
+    # exp(-inf) is 0, but exp(-inf + inf) is NaN.
     return jnp.where(jnp.isneginf(largest), 0.0, largest)
 
 

@@ -68,9 +68,11 @@ def with_relative_bias(mask: Mask, scores: Scores, query: Array, key: Array) -> 
         return scores
     learned = dict(scores.learned)
     table = learned.pop("relative_bias")
-    lengths = (query.shape[2], key.shape[2])
+    seq_lens = (query.shape[2], key.shape[2])
     dtype = at_least_float32(query).dtype
-    bias = relative_position_bias(table, relative_bias, *lengths, mask.q_offset, scores_dtype=dtype)
+    bias = relative_position_bias(
+        table, relative_bias, *seq_lens, mask.q_offset, scores_dtype=dtype
+    )
     if scores.bias is not None:
         bias = bias + to_scores_rank(at_least_float32(scores.bias))
     return replace(

@@ -52,8 +52,8 @@ def attend(
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
     if spec.alibi_slopes is not None:
-        lengths = (shape[2], key.shape[2])
-        bias = alibi_bias(spec.alibi_slopes, *lengths, mask.q_offset, scores_dtype=logits.dtype)
+        seq_lens = (shape[2], key.shape[2])
+        bias = alibi_bias(spec.alibi_slopes, *seq_lens, mask.q_offset, scores_dtype=logits.dtype)
         logits += group(bias)
     if scores.bias is not None:
         bias = group(to_scores_rank(at_least_float32(scores.bias)))

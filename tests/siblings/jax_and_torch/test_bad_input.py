@@ -372,9 +372,10 @@ def test_torch_module_rejects_numpy(sibling, name):
 
 
 def test_jax_module_names_missing_streams():
-    """In JAX, random streams without the one that a layer draws from raise an error that names
-    it.
+    """In JAX, random streams without the one that a layer draws from raise an error that names it.
+    So does anything but random streams.
     """
+    import jax
     from flax import nnx
 
     import mha_jax
@@ -384,6 +385,9 @@ def test_jax_module_names_missing_streams():
     with refuses("rngs", streams=["dropout"], hint="params=0"):
         mha_jax.MultiHeadAttention(8, 2, rngs=nnx.Rngs(dropout=0))
     assert mha_jax.MultiHeadAttention(8, 2, dropout=0.1, rngs=nnx.Rngs(0)).dropout_rngs is not None
+    for wrong in (0, None, jax.random.key(0)):
+        with refuses_type("rngs", type(wrong).__name__, hint="nnx.Rngs(0)"):
+            mha_jax.MultiHeadAttention(8, 2, rngs=wrong)
 
 
 @every_function

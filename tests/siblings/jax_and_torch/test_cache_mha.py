@@ -651,7 +651,7 @@ def test_derived_cache_continues_sequences(sibling, name):
 
 
 @sample(jax=1)
-@pytest.mark.parametrize("lengths", [0, [1, 3, 0], [2, 4, 0]], ids=str)
+@pytest.mark.parametrize("lengths", [np.int64(0), [1, 3, 0], [2, 4, 0]], ids=str)
 @pytest.mark.parametrize("kind", ["list", "array"])
 def test_cropped_cache_continues_sequences(sibling, lengths, kind):
     """A cropped cache holds the first tokens of its sequences and continues from them; its capacity
@@ -659,10 +659,12 @@ def test_cropped_cache_continues_sequences(sibling, lengths, kind):
     """
     cache, tokens = cache_and_tokens(sibling)
     expected, before = held_by(sibling, cache), contents_of(sibling, cache)
-    kept = [lengths] * 3 if isinstance(lengths, int) else lengths
-    made = cache.crop(
-        lengths if kind == "list" or isinstance(lengths, int) else sibling.array(lengths)
-    )
+    is_for_all = isinstance(lengths, np.integer)
+    kept = [lengths] * 3 if is_for_all else lengths
+    if kind == "array" and not is_for_all:
+        made = cache.crop(sibling.array(lengths))
+    else:
+        made = cache.crop(int(lengths) if kind == "list" and is_for_all else lengths)
     assert made.capacity == NUM_TOKENS
     assert sibling.numpy(made.lengths).dtype == np.int32
     first = [

@@ -42,6 +42,17 @@ def layer():
     return mha_jax.MultiHeadSelfAttention(AttentionSpec(32, 4), rngs=nnx.Rngs(0))
 
 
+def test_length_may_be_symbolic_in_export(layer):
+    """An exported program with a symbolic number of tokens serves short and long sequences."""
+    shape = jax.export.symbolic_shape("b, t, 32")
+    program = jax.export.export(jax.jit(lambda x: layer(x, is_causal=True)))(
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
+    for seq_len in (5, LONG):
+        x = tokens(seq_len)
+        np.testing.assert_allclose(program.call(x), layer(x, is_causal=True), atol=1e-5)
+
+
 @pytest.mark.parametrize("capacity", [mha_jax.fused.attend.keys + 1, 2 * mha_jax.fused.attend.keys])
 def test_decoding_compiles_only_once(compilations, capacity):
     """After the first step, 32 steps of decoding compile nothing."""

@@ -20,7 +20,7 @@ import mha_tt
 import parity
 from mha_spec import DynamicScaling, Gate, Latent, Norm, Temperature
 from mha_tt import device as devices
-from mha_tt.decode.places import RotaryTable
+from mha_tt.decode.positions import RotaryTable
 
 ROPE = parity.Rope(10000.0)
 LAYERS = {
@@ -241,7 +241,7 @@ def test_unsupported_step_uploads_places(device, uploads, name):
     """Layers whose steps need the host have no places on the device and upload in every step."""
     module, x = made(device, OTHERWISE[name])
     _, cache = steps(module, x, begun(module, x))
-    assert cache.places is None
+    assert cache.next_positions is None
     token = mha_tt.upload(x[:, :1], device=device)
     uploads.clear()
     module(token, cache)
