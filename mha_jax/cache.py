@@ -371,7 +371,7 @@ def check_cache(
     value: Array,
     names: tuple[str, str] = ("cache.keys", "cache.values"),
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
+    """Reject cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
     appended.
     """
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
@@ -389,7 +389,7 @@ def check_cache(
 
 
 def check_cached_input(x: Array, cache: Cache, spec: AttentionSpec) -> None:
-    """Refuse new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
+    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
     the cache.
     """
     if x.shape[0] != cache.lengths.shape[0]:
@@ -404,7 +404,7 @@ def check_cached_input(x: Array, cache: Cache, spec: AttentionSpec) -> None:
 def check_appended(
     cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None
 ) -> None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    """Reject new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
     check_is_cache(cache, KVCache)
     check_cache(cache.keys, cache.values, key, value)
     if value.dtype != key.dtype:
@@ -415,7 +415,7 @@ def check_appended(
 
 
 def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
-    """Refuse more new tokens than free slots: they would be written out of bounds."""
+    """Reject more new tokens than free slots: they would be written out of bounds."""
     batch_size = cache.lengths.shape[0]
     capacity = cache.capacity
     lengths = _on_host(cache.lengths)

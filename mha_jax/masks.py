@@ -89,7 +89,7 @@ class Mask:
     q_offset: Int[Array, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks
+        """Reject a mask that does not fit the scores (B, N, T, S). `find_padding` checks
         lengths.
         """
         if self.mask is not None:
@@ -207,7 +207,7 @@ def _positions(seq_len: int) -> Int[Array, " L"]:
 def _check_segments(
     segments: tuple[Array, Array], batch_size: int, seq_len_q: int, seq_len_k: int
 ) -> None:
-    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
+    """Reject segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
     keys.
     """
     if len(segments) != 2:

@@ -174,8 +174,8 @@ class AttentionLayer(nnx.Module):
     Raises:
         TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a
             dtype not floating point.
-        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have
-            another width.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have a
+            different width.
     """
 
     # The specification decides which of these a layer has: `projections` and `norms`. Weights that
@@ -292,7 +292,7 @@ class AttentionLayer(nnx.Module):
 
 
 def _check_streams(rngs: nnx.Rngs, spec: AttentionSpec) -> None:
-    """Refuse random streams without the ones that the layer draws from. A default stream serves as
+    """Reject random streams without the ones that the layer draws from. A default stream serves as
     any.
     """
     if not isinstance(rngs, nnx.Rngs):

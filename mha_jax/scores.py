@@ -41,7 +41,7 @@ class Scores:
     dropout_rng: jax.Array | None = None
 
     def check_arguments(self, scores_shape: tuple[int, ...], query: Array) -> None:
-        """Refuse arguments of a call that do not fit the scores (B, N, T, S) or their queries."""
+        """Reject arguments of a call that do not fit the scores (B, N, T, S) or their queries."""
         if self.bias is not None:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:
@@ -50,7 +50,7 @@ class Scores:
             check_grid(self.spec.relative_bias, scores_shape)
 
     def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
-        """Refuse settings that do not fit the scores (B, N, T, S), their queries or the layer."""
+        """Reject settings that do not fit the scores (B, N, T, S), their queries or the layer."""
         check_score_weights(self.learned, self.spec.score_shapes)
         self.check_arguments(scores_shape, query)
         as_rate("dropout", self.dropout)

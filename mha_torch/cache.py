@@ -498,7 +498,7 @@ def check_cache(
     value: Tensor,
     names: tuple[str, str] = ("cache.keys", "cache.values"),
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
+    """Reject cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
     appended.
     """
     batch_size, num_kv_heads, _, _ = key.shape
@@ -521,7 +521,7 @@ def check_cache(
 
 
 def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
-    """Refuse new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
+    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
     the cache.
     """
     if x.shape[0] != cache.lengths.shape[0]:
@@ -536,7 +536,7 @@ def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
 def check_appended(
     cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None
 ) -> list[int] | None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity.
+    """Reject new keys and values (B, K, T, H) that do not fit the cache or its capacity.
 
     Returns:
         Lengths of the cache, if these and those of the new tokens are known.
@@ -553,7 +553,7 @@ def check_appended(
 def check_room(
     cache: Cache, seq_len: int, new_lengths: Tensor | Sequence[int] | None
 ) -> list[int] | None:
-    """Refuse more new tokens than free slots: they would be written out of bounds.
+    """Reject more new tokens than free slots: they would be written out of bounds.
 
     Returns:
         Lengths of the cache, if these and those of the new tokens are known.

@@ -87,7 +87,7 @@ class Mask:
     q_offset: Int[Tensor, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S) or their queries. `find_padding`
+        """Reject a mask that does not fit the scores (B, N, T, S) or their queries. `find_padding`
         checks lengths.
         """
         if self.mask is not None:
@@ -238,7 +238,7 @@ def _positions(seq_len: int, device: torch.device | str | None) -> Int[Tensor, "
 def _check_segments(
     segments: tuple[Tensor, Tensor], batch_size: int, seq_len_q: int, seq_len_k: int
 ) -> None:
-    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
+    """Reject segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
     keys.
     """
     if len(segments) != 2:

@@ -121,8 +121,8 @@ class AttentionLayer(nn.Module):
     Raises:
         TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or the
             dtype not floating point.
-        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have
-            another width.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have a
+            different width.
     """
 
     # The specification decides which of these a layer has: `projections` and `norms`. Weights that

@@ -38,7 +38,7 @@ class Scores:
     dropout_keep: Bool[Tensor, "*#scores"] | None = None
 
     def check_arguments(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse arguments of a call that do not fit the scores (B, N, T, S) or their queries."""
+        """Reject arguments of a call that do not fit the scores (B, N, T, S) or their queries."""
         if self.bias is not None:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:
@@ -47,7 +47,7 @@ class Scores:
             check_grid(self.spec.relative_bias, scores_shape)
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse settings that do not fit the scores (B, N, T, S), their queries or the layer."""
+        """Reject settings that do not fit the scores (B, N, T, S), their queries or the layer."""
         check_score_weights(self.learned, self.spec.score_shapes, query)
         self.check_arguments(scores_shape, query)
         as_rate("dropout", self.dropout)

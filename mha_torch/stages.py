@@ -232,7 +232,7 @@ def attend(
 
 
 def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit
+    """Reject split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit
     each other.
     """
     check_heads(query, key, value)

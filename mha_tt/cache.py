@@ -453,7 +453,7 @@ def check_cache(
     value: Tensor,
     names: tuple[str, str] = ("cache.keys", "cache.values"),
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
+    """Reject cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
     appended.
     """
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
@@ -472,7 +472,7 @@ def check_cache(
 
 
 def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
-    """Refuse new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
+    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
     the cache.
     """
     check_tiles("x", x)
@@ -493,7 +493,7 @@ def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
 def check_appended(
     cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None
 ) -> None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    """Reject new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
     check_is_cache(cache, KVCache)
     if cache.pages is not None:
         raise InputTypeError(
@@ -510,7 +510,7 @@ def check_appended(
 
 
 def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
-    """Refuse more new tokens than free slots: they would be written out of bounds."""
+    """Reject more new tokens than free slots: they would be written out of bounds."""
     if cache.pages is None:
         batch_size = next(iter(cache.slots.values())).shape[0]
     else:
@@ -530,7 +530,7 @@ def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[in
 
 
 def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
-    """Refuse a cache for other heads or features, or for latents of another width."""
+    """Reject a cache for other heads or features, or for latents of a different width."""
     first = next(iter(cache.slots.values()))
     for (name, x), width in zip(cache.slots.items(), features, strict=True):
         expected = (first.shape[0], num_heads, first.shape[2], width)

@@ -178,7 +178,7 @@ def _check_call(
     new_lengths: np.ndarray | Sequence[int] | None,
     positions: np.ndarray | None,
 ) -> CacheT:
-    """Refuse arguments that do not fit the layer or each other, and return the cache without the
+    """Reject arguments that do not fit the layer or each other, and return the cache without the
     new tokens.
     """
     spec = layer.spec
@@ -452,7 +452,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
 
 def _check_heads_fit(cache: Cache, spec: AttentionSpec) -> None:
-    """Refuse a cache whose heads or widths are not the layer's."""
+    """Reject a cache whose heads or widths are not the layer's."""
     if isinstance(cache, LatentCache):
         # All heads share the latents.
         check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))

@@ -79,5 +79,5 @@ def multi_head_attention(
         positions=positions,
     )
     rate = spec.output_dropout if training else 0.0
-    # Another seed: attention weights and outputs are dropped independently.
+    # A different seed: attention weights and outputs are dropped independently.
     return drop("output", output, rate, seed + 1), attn_weights

@@ -43,7 +43,7 @@ def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "
     batch_size, seq_len, width = x.shape
     if 0 in (batch_size, seq_len):  # most operations reject empty tensors
         return zeros((batch_size, num_heads, seq_len, width // num_heads), x.dtype, x.device())
-    # The operation below would accept this and return heads of another width.
+    # The operation below would accept this and return heads of the wrong width.
     if width // num_heads % TILE:
         return ttnn.transpose(
             ttnn.reshape(x, (batch_size, seq_len, num_heads, width // num_heads)), 1, 2

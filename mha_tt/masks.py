@@ -255,7 +255,7 @@ class Mask:
     q_offset: Int[np.ndarray, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks
+        """Reject a mask that does not fit the scores (B, N, T, S). `find_padding` checks
         lengths.
         """
         as_boolean("is_causal", self.is_causal)
@@ -403,7 +403,7 @@ def zero_masked_rows(
 def _check_segments(
     segments: tuple[np.ndarray, np.ndarray], batch_size: int, seq_len_q: int, seq_len_k: int
 ) -> None:
-    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
+    """Reject segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
     keys.
     """
     if len(segments) != 2:

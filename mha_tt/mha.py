@@ -147,8 +147,8 @@ class AttentionLayer:
     Raises:
         TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a
             dtype is unsupported.
-        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have
-            another width.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have a
+            different width.
     """
 
     _is_self_attention = False  # True: accepts no separate keys and values
@@ -286,7 +286,7 @@ class AttentionLayer:
         return mask, self._rotation
 
     def check_input(self, name: str, x: Tensor) -> None:
-        """Refuse an input of a wrong rank or dtype, and random dropout that ttnn does not
+        """Reject an input of a wrong rank or dtype, and random dropout that ttnn does not
         support.
         """
         check_tiles(name, x)
@@ -361,7 +361,7 @@ class MultiHeadAttention(AttentionLayer):
             dropout (B, N, T, S) or None.
 
         Raises:
-            TypeError: if an input is not on the device or has another dtype, the mask is not
+            TypeError: if an input is not on the device or has the wrong dtype, the mask is not
                 boolean or the lengths are not integers.
             ValueError: if the shapes do not fit, or a length lies outside 0..S.
         """

@@ -240,8 +240,8 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or need_weights or another arithmetic accompanies a
-            kernel.
+        ValueError: if the shapes do not fit, or need_weights or a different arithmetic accompanies
+            a kernel.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """

@@ -243,5 +243,5 @@ def append_to_latent_cache(
 
 
 def check_latent_cache(cache: LatentCache, latents: Array) -> None:
-    """Refuse cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
+    """Reject cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
     check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))

@@ -221,7 +221,7 @@ def _placed(x: Any, placement: NamedSharding) -> Any:
 
 
 def check_axis(name: str, axis: object, mesh: Mesh) -> None:
-    """Refuse anything but the name of a mesh dimension."""
+    """Reject anything but the name of a mesh dimension."""
     if axis not in mesh.axis_names:
         raise InputError(
             name, "name a dimension of the mesh", {name: axis, "mesh.axis_names": mesh.axis_names}
@@ -231,7 +231,7 @@ def check_axis(name: str, axis: object, mesh: Mesh) -> None:
 def check_sharded_features(
     name: str, shape: tuple[int, ...], partition: PartitionSpec, mesh: Mesh, features: str | None
 ) -> None:
-    """Refuse a kernel shape, (in, out), whose axis of features does not divide evenly over a mesh
+    """Reject a kernel shape, (in, out), whose axis of features does not divide evenly over a mesh
     dimension.
     """
     for axis, count in zip(partition, shape, strict=False):
@@ -244,7 +244,7 @@ def check_sharded_features(
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
-    """Refuse a layer whose heads cannot be divided over `size` devices."""
+    """Reject a layer whose heads cannot be divided over `size` devices."""
     if spec.num_heads % size:
         raise InputError(
             "num_heads", "be a multiple of the devices", num_heads=spec.num_heads, size=size

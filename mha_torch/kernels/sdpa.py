@@ -125,7 +125,9 @@ def sdpa(
     dropout: float,
     scale: float,
 ) -> Tensor:
-    """Call PyTorch's function; also with sinks, and with values of another width than keys."""
+    """Call PyTorch's function; also with sinks, and with values whose width differs from that of
+    the keys.
+    """
     dtype = query.dtype
     if sinks is not None:
         value_width = value.shape[-1]
@@ -409,7 +411,7 @@ def concat(contexts: Sequence[Tensor], *, along_tokens: bool = False) -> Tensor:
 def check_context_parallel(
     mask: Mask, scores: Scores, positions: Tensor | None, *, need_weights: bool
 ) -> None:
-    """Refuse arguments that torch's `context_parallel`, if on, would read as those of local
+    """Reject arguments that torch's `context_parallel`, if on, would read as those of local
     tokens.
     """
     kernel = F.scaled_dot_product_attention  # which `context_parallel` replaces

@@ -438,7 +438,7 @@ def _given(name: str, x: Any, mesh: DeviceMesh, spec: AttentionSpec) -> Any:
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
-    """Refuse a layer whose heads cannot be divided over `size` ranks."""
+    """Reject a layer whose heads cannot be divided over `size` ranks."""
     if size == 1:
         return
     if spec.num_heads % size:
@@ -478,7 +478,7 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
 
 
 def check_divides_tokens(layer: AttentionLayer) -> None:
-    """Refuse a layer whose tokens cannot be divided."""
+    """Reject a layer whose tokens cannot be divided."""
     if hasattr(layer, "init_cache"):
         raise InputError(
             "layer", "be one without a cache for its tokens to be divided", type(layer).__name__

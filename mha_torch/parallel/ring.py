@@ -76,7 +76,7 @@ class RingAttention:
         return mask, padding_after(local_lengths, seq_len, device)
 
     def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
-        """Refuse arguments that do not fit; lengths are those of whole sequences."""
+        """Reject arguments that do not fit; lengths are those of whole sequences."""
         check_ring_supports(mask, scores)
         check_attention(query, key, value, mask, scores)
         check_parts(query, key, self)
@@ -547,7 +547,7 @@ def _joined(context: Tensor, lse: Tensor, own: Tensor, own_lse: Tensor) -> tuple
 
 
 def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
-    """Refuse parts of unequal length; only on CPUs, where querying the other ranks is cheap."""
+    """Reject parts of unequal length; only on CPUs, where querying the other ranks is cheap."""
     if query.device.type != "cpu":
         return
     own = torch.tensor([query.shape[0], query.shape[2], key.shape[2]])
@@ -567,7 +567,7 @@ def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
 
 
 def check_ring_supports(mask: Mask, scores: Scores) -> None:
-    """Refuse dropout, and masks and biases, whose columns would have to circulate with the keys."""
+    """Reject dropout, and masks and biases, whose columns would have to circulate with the keys."""
     unknown = mask.fields_beyond("is_causal", "key_padding_lengths", "span")
     named = {name: getattr(mask, name) for name in unknown} | {"bias": scores.bias}
     for name, value in named.items():

@@ -40,7 +40,7 @@ def apply_norm(
 
     Raises:
         TypeError: if x is not floating point, or norm is not a `Norm`.
-        ValueError: if a weight or bias is missing, unexpected or has another shape.
+        ValueError: if a weight or bias is missing, unexpected or has the wrong shape.
 
     Source: RMSNorm, arXiv:1910.07467, equation 4; LayerNorm, arXiv:1607.06450, equation 4.
     """

@@ -431,7 +431,7 @@ def check_cached_step(
     last_positions: np.ndarray | Tensor,
     page_table: Tensor | None = None,
 ) -> None:
-    """Refuse a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each
+    """Reject a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each
     other.
     """
     for name, x in (("keys", keys), ("values", values)):

@@ -101,7 +101,7 @@ def _place_of(
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
-    """Refuse a layer whose heads cannot be divided over `size` chips."""
+    """Reject a layer whose heads cannot be divided over `size` chips."""
     if size == 1:
         return
     if spec.num_heads % size:
