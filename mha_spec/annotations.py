@@ -203,7 +203,9 @@ def _check_batch(name: str, shape: Any, num_batch_axes: int, other: Compared) ->
 
 
 def _size_error(name: str, shape: Any, axis: str, other: Compared) -> InputError:
-    """Return the error of an argument whose axis has another size than that of an earlier one."""
+    """Return the error of an argument whose axis has a size that differs from that of an earlier
+    one.
+    """
     shapes = {f"{name}.shape": tuple(shape), f"{other.name}.shape": tuple(other.shape)}
     return InputError(name, f"have the {axis} of {other.name}", shapes)
 

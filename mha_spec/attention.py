@@ -119,7 +119,7 @@ class AttentionSpec(Record):
             axes. Latents exclude fewer key/value heads, fused_qkv, norms of heads, a clip and RoPE
             of other features. A context norm must be over the width, and excludes a gate. Relative
             products exclude a soft cap and latents. Shared keys and values exclude separate biases,
-            another key width, fused_qkv, a norm of values and latents.
+            a different key width, fused_qkv, a norm of values and latents.
 
     Example:
         >>> from mha_spec import AttentionSpec, Rope

@@ -80,7 +80,7 @@ def read_back(tensor: ttnn.Tensor) -> np.ndarray:
     for chip, part in enumerate(parts):
         if not np.array_equal(part, parts[0], equal_nan=True):
             raise ValueError(
-                f"tensor must be the same on all chips to be read as one, got another value on "
+                f"tensor must be the same on all chips to be read as one, got a different value on "
                 f"chip {chip} and "
                 f"shape={tuple(tensor.shape)}; {PARTS_HINT}"
             )
