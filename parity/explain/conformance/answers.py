@@ -70,7 +70,7 @@ class Answer(JsonRecord):
         words: text for the cell of the matrix.
         example: for a broken promise: shapes, seed, path and observed numbers.
         findings: answer of each path.
-        refusal: first path that raised a deliberate error, and the reason.
+        refusal: first path that rejected the call, and the reason.
         exception: the exception behind a broken promise, otherwise behind the first rejection.
         error: message of the exception behind a broken promise; empty if none is.
     """

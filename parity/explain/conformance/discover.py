@@ -84,7 +84,7 @@ def load_params(target: str) -> Any:
     if not has_arrays(params):
         raise InputError(
             "params",
-            "be a mapping or another tree of arrays",
+            "be a mapping or any other tree of arrays",
             f"{type(params).__name__} for {target!r}",
         )
     return params
@@ -252,7 +252,7 @@ def made(target: Any, name: str, params: Any = None) -> Any:
         target: a function, a module, or a class or factory of modules that needs no arguments.
         name: name of the target, for messages.
         params: weights of a function `attention(params, x)`, of a flax.linen module, or of its
-            `apply`: a mapping or another tree of arrays.
+            `apply`: a mapping or any other tree of arrays.
 
     Raises:
         ValueError: if `params` do not belong to the target.

@@ -4,7 +4,7 @@ every path.
 Each question perturbs something that must not matter (a future token, a masked key, another
 sequence) or that must, and compares the outputs. This needs no reference, no weights and no
 documentation, and works for functions of split heads and for layers. Libraries run different code
-for the same call if weights are requested, in training, with gradients, or in another dtype. So
+for the same call if weights are requested, in training, with gradients, or in a different dtype. So
 every such path is tested, and paths that disagree are a finding themselves.
 """
 

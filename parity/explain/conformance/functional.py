@@ -32,7 +32,7 @@ class WithParams:
 
     Attributes:
         func: function of the weights and inputs.
-        params: the weights, a mapping or another tree of arrays.
+        params: the weights, a mapping or any other tree of arrays.
         name: the parameter that receives them.
         signature: signature of `func`.
     """
@@ -101,7 +101,9 @@ def with_params(target: Any, params: Any, name: str) -> WithParams:
         TypeError: if the target is a module that holds its weights, or a class.
     """
     if not has_arrays(params):
-        raise InputError("params", "be a mapping or another tree of arrays", type(params).__name__)
+        raise InputError(
+            "params", "be a mapping or any other tree of arrays", type(params).__name__
+        )
     module = linen_module(target)
     if module is not None:
         return _linen_with_params(module, params)

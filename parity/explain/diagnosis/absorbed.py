@@ -86,7 +86,7 @@ def queries(layer: ChangedLayer, rows: np.ndarray) -> np.ndarray | None:
 def wrong_weights(layer: ChangedLayer) -> dict[str, np.ndarray]:
     """Return the unknown weights of k and v, if these are plain projections.
 
-    For the layer's own weights, or their rows in another order,
+    For the layer's own weights, or their rows in a different order,
     `parity.explain.diagnosis.remembered` has the products.
     """
     problem = layer.problem

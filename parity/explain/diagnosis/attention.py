@@ -146,7 +146,7 @@ def input_array(name: str, x: np.ndarray, width: int) -> np.ndarray:
 
     Raises:
         TypeError: if it is not floating-point.
-        ValueError: if it has another shape, or a value is not finite.
+        ValueError: if it has the wrong shape, or a value is not finite.
     """
     if not is_floating(x.dtype):
         raise InputTypeError(

@@ -2,7 +2,7 @@
 edits, known bugs and fitted patterns, until it differs no more.
 
 Convention differences come first: if the output agrees, a stage that differs is probably only
-recorded in another convention (`parity.explain.diagnosis.readings`). Legitimate choices of
+recorded in a different convention (`parity.explain.diagnosis.readings`). Legitimate choices of
 precision are allowed (`parity.explain.diagnosis.choices`).
 
 Then each stage is computed again from the observed stages before it, so two bugs in different

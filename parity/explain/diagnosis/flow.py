@@ -91,7 +91,7 @@ class _WatchedLayer(ChangedLayer):
         return np.zeros((*x.shape[:-1], len(self.parameter(f"{name}.weight"))))
 
     def by_group(self, of_queries: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
-        """Return the products of heads, which another map of heads would change."""
+        """Return the products of heads, which a different map of heads would change."""
         self.names_called.add("per_query_head")
         return super().by_group(of_queries, of_keys)
 

@@ -154,8 +154,8 @@ class Remembered:
     ) -> dict[str, tuple[np.ndarray, np.ndarray]] | None:
         """Return the projections that a weight's rows come from, None if one is unknown.
 
-        Each has its rows and their places in the weight. Packed weights that were read in another
-        order consist of such rows.
+        Each has its rows and their places in the weight. Packed weights that were read in a
+        different order consist of such rows.
         """
         own_weights = layer.problem.weights
         if not self._rows:

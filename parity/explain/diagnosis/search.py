@@ -62,7 +62,7 @@ is chance.
 
 LEFT_BY_LOSS = 0.1
 """The share of the mean error that a loss of precision may leave, in dtypes in which it shows; and
-that another rounding may leave."""
+that a different rounding may leave."""
 
 REPEATED = 2.0
 """The largest error of a module's path, in multiples of the change by a loss of precision."""
@@ -651,8 +651,8 @@ class _Question:
         return self._leaves_little(self.expected, trial.stage(self.stage, edits))
 
     def _is_rounded_alike(self, edits: Edits) -> bool:
-        """Return True if another rounding reproduces the stage in its own dtype: budgets in 16 bits
-        are wider than a step between stored numbers.
+        """Return True if a different rounding reproduces the stage in its own dtype: budgets in 16
+        bits are wider than a step between stored numbers.
         """
         trial = self.trial
         dtype = kept_dtype(self.stage, trial.problem.dtype)

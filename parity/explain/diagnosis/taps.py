@@ -49,7 +49,7 @@ from parity.port.tapping.record import Tapped, TappedLayer
 __all__ = ["LayerVerdict", "TapVerdict", "check_tap"]
 
 OTHER_LAYER = "configuration-of-another-layer"
-"""The name of the bug that a layer is computed with the specification of another one."""
+"""The name of the bug that a layer is computed with the specification of a different one."""
 
 GAP = "padding lies between its real tokens, and it is unknown whether {fields} counts padding"
 """Reason why sequences are not compared."""

@@ -90,7 +90,7 @@ class _EditedLayer:
     Attributes:
         key: the settings on which its steps depend.
         overridden: the methods that its edits override.
-        is_replaced: True if all of the layer is another, so that no step is that of the right one.
+        is_replaced: True if all of the layer is replaced, so that no step is that of the right one.
         is_registered: True if code of a user or another package may run.
         is_in_some_calls: True if some calls of a cache lack some of its edits.
         steps: its steps as functions; None until the first of them runs.
@@ -206,7 +206,7 @@ class Trial:
         return other
 
     def with_choice(self, choice: Choice) -> Trial:
-        """Return the trial with another choice; it shares the results in float64."""
+        """Return the trial with a different choice; it shares the results in float64."""
         other = copy(self)
         other.choice = choice
         other._forget()
@@ -570,8 +570,8 @@ class Trial:
                 self._bytes += _num_bytes(values)
 
     def cost(self, index: int, edit: Edit) -> int:
-        """Return the number of steps from the first that an edit changes to another one: these are
-        computed again.
+        """Return the number of steps from the first that an edit changes to a different one: these
+        are computed again.
         """
         for step, flow in enumerate(self._flow[1 : index + 1], 1):
             if not flow.methods.isdisjoint(edit.overrides):
@@ -720,7 +720,7 @@ class Trial:
         return self._budgets[key]
 
     def _about_allowed(self, stage: str, expected: np.ndarray) -> dict[str, float]:
-        """Return the budget of the right layer for values of another size: noise grows with
+        """Return the budget of the right layer for values of a different size: noise grows with
         them.
         """
         if stage_named(stage).is_exact:
@@ -803,8 +803,8 @@ class Trial:
         edits: Edits,
         limited: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Description | None:
-        """Describe where and by which pattern a stage differs from the one with edits; None if it
-        has another shape.
+        """Describe where and by which pattern a stage differs from the one with edits; None if its
+        shape differs.
 
         Args:
             stage: the stage.

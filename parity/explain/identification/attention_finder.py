@@ -187,7 +187,7 @@ class AttentionFinder:
         return tuple(sorted(self.names[parameter] for parameter in parameters))
 
     def _as_linear(self, product: Operation) -> Linear | None:
-        """Return a product of an input with parameters; None if it is another product."""
+        """Return a product of an input with parameters; None for any other product."""
         (left_axes, right_axes), batch_axes = product.params["dimension_numbers"]
         left, right = product.inputs
         if any(map(len, batch_axes)) or not left_axes:
@@ -302,7 +302,9 @@ class AttentionFinder:
                 if operation.name == "mul" or self.program.moved_from(operation) == number:
                     reached += operation.outputs
         if set(self.program.copies_of(context)).isdisjoint(self.program.results):
-            raise InputError("context", "be the input of a projection", "another function of it")
+            raise InputError(
+                "context", "be the input of a projection", "a different function of it"
+            )
         return None, ()
 
     def _gates_between(self, context: int, projected: int) -> tuple[Linear, ...]:

@@ -63,7 +63,7 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
 
 
 def _hidden_by(layer: ObservedLayer, name: str) -> np.ndarray | None:
-    """Return the keys that an argument hides by its numbers, (B, 1, T, S); None if it is another
+    """Return the keys that an argument hides by its values, (B, 1, T, S); None for any other
     array.
     """
     x = layer.arguments.get(name)

@@ -63,7 +63,7 @@ def _boundaries_of(numbers: np.ndarray, num_tokens: int) -> Boundaries | None:
 
 
 def changed_argument(x: Any, num_tokens: int) -> Any:
-    """Return another value of an argument; None if there is no experiment with it."""
+    """Return a different value of an argument; None if there is no experiment with it."""
     if type(x) is float:
         if x == 0.0:
             return None

@@ -76,8 +76,8 @@ class EvaluatedProgram:
         return None
 
     def scalars_between(self, stop: int, target: int, low: float, high: float) -> list[float]:
-        """Return the constant scalars between two bounds that a value is computed from, after
-        another value.
+        """Return the constant scalars between two bounds that a value is computed from, after a
+        given value.
         """
         before = self.program.ancestors([target], [stop])
         scalars = set()

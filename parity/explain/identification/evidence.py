@@ -119,7 +119,7 @@ class FittedLayer:
             expected = expected + self.weights[f"{name}.bias"]
         if not is_close(expected, as_tokens(submodule.output)[:, rows]):
             rule = "be the product with one matrix"
-            raise InputError(name, rule, f"{submodule.name} returned another")
+            raise InputError(name, rule, f"{submodule.name} returned a different one")
         return bias is not None
 
     def _use_rows(

@@ -202,7 +202,8 @@ def _describe_copies(part: str, traced: Traced, num_heads: int, fitted: FittedLa
     """Record as evidence that a projection returns fewer key or value heads than attention
     receives, and their order.
 
-    Consecutive copies are grouped-query attention, and already removed. Copies in another order are
+    Consecutive copies are grouped-query attention, and already removed. Copies in a different order
+    are
     not: its query heads n use key head n // (N / K). So the weights hold copies, and only the
     evidence shows which heads are equal.
     """

@@ -42,7 +42,7 @@ def parts_from_call(layer: ObservedLayer, inputs: Collection[str]) -> dict[str, 
         inputs: names of arguments that are inputs of projections, or added to the output.
 
     Raises:
-        ValueError: if an argument has another effect.
+        ValueError: if an argument has any other effect.
     """
     if layer.call is None:
         return {}
@@ -93,7 +93,7 @@ def _arguments_of(layer: ObservedLayer) -> dict[str, Any]:
 
 
 def _with_argument(layer: ObservedLayer, name: str, value: Any) -> Call:
-    """Return the arguments of a layer's call with another value for one."""
+    """Return the arguments of a layer's call with a different value for one."""
     args, kwargs = layer.call or ((), {})
     if name in kwargs:
         return args, {**kwargs, name: value}

@@ -70,7 +70,7 @@ class LiveLayer(JsonRecord):
 
     def __str__(self) -> str:
         if self.spec is None:
-            return f"{self.name}: refused, {self.refusal}"
+            return f"{self.name}: not identified, {self.refusal}"
         if self.name == self.identification.name and self.identification.spec is not None:
             rules = f"no rules: {self.not_ruled}"
             if self.source == "both":

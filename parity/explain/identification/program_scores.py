@@ -87,7 +87,7 @@ def fit_score_factors(
     exponentials = np.exp(logits - logits.max(-1, keepdims=True))
     softmax = exponentials / exponentials.sum(-1, keepdims=True)
     if np.abs(softmax - weights).max() > CLOSE:
-        raise InputError("attn_weights", "be the softmax of scores", "another function of them")
+        raise InputError("attn_weights", "be the softmax of scores", "a different function of them")
     caps: list[float | None] = list(_tanh_factors(evaluated, attention))
     for cap in caps or [None]:
         factor = _factor_between(scores, logits, cap)

@@ -206,8 +206,8 @@ def _fit_axes(
     """Return the RoPE on several axes that explains the heads, with the smallest positions among
     those that fit.
 
-    Frequencies of one series may fit another series at other integers, such as positions a hundred
-    times as large.
+    Frequencies of one series may fit a different series at other integers, such as positions a
+    hundred times as large.
     """
     turning = []
     for layout in layouts:

@@ -53,7 +53,7 @@ def fit_mask(layer: ObservedLayer, fitted: FittedLayer) -> None:
     """Fit causality, a window or chunks to the keys that the mask hides.
 
     Raises:
-        ValueError: if the mask has another pattern.
+        ValueError: if the mask has a different pattern.
     """
     num_tokens = layer.values["q"].shape[2]
     hidden = hidden_keys(layer)

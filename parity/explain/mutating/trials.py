@@ -52,7 +52,8 @@ def with_order_tried(function: Function, candidates: list[Projections]) -> Proje
                 return candidate
     for candidate in candidates:
         if _is_right(candidate, function):
-            # Modules of other libraries are new in each call, so an id would identify another one.
+            # Modules of other libraries are new in each call, so an id would identify the wrong
+            # one.
             if owner is None or library_of(owner) in ("torch", "nnx"):
                 _tried[key] = candidate.order, owner
             return candidate

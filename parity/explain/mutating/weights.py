@@ -347,7 +347,7 @@ def _tensors_of(
     form: Iterable[Tensor], named: Named, shapes: Shapes
 ) -> dict[ArrayRole, Tensor] | None:
     """Return a layout's tensors by the roles of the arrays that have their names; None if an array
-    has no such tensor, or one of other projections or another number of axes.
+    has no such tensor, or one of other projections or a different number of axes.
     """
     by_name = {tensor.name.lower(): tensor for tensor in form}
     tensors = {}

@@ -110,7 +110,7 @@ def written(
         )
     if not call.is_cross and spec.d_kv != spec.d_in:
         raise InputError(
-            "is_cross", "be True for keys of another width", d_in=spec.d_in, d_kv=spec.d_kv
+            "is_cross", "be True for keys of a different width", d_in=spec.d_in, d_kv=spec.d_kv
         )
     if spec.shared_kv and call.is_cross:
         raise InputError(

@@ -76,7 +76,8 @@ _devices: list[ttnn.MeshDevice] = []
 
 
 def open_device(shape: tuple[int, int] | None = None) -> ttnn.MeshDevice:
-    """Return the device of cases, kept open until the process ends or another shape is requested.
+    """Return the device of cases, kept open until the process ends or a different shape is
+    requested.
 
     Args:
         shape: shape of a mesh of chips; default: the open device, or one chip.

@@ -15,7 +15,7 @@ import numpy as np
 
 
 def reordered(x: Any, order: np.ndarray, axis: int) -> Any:
-    """Return an array of NumPy, torch or JAX with the elements of an axis in another order.
+    """Return an array of NumPy, torch or JAX with the elements of an axis in a different order.
 
     Args:
         x: an array.

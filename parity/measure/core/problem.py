@@ -64,9 +64,9 @@ class Problem:
         dtype: dtype of weights and inputs, by name.
         weights: canonical weights.
         inputs: `query` (B, T, d_in); `key` (B, S, d_kv) for cross-attention; `value` (B, S, d_kv)
-            if values have another input than keys; with `shared_kv` instead the heads of another
-            layer, `k` (B, K, S, H) and `v` (B, K, S, Hv); `bias` (B, N, T, S) and `mask` (B, N, T,
-            S or slots) if the case has them; `cotangent`, in the shape of the output.
+            if values have a different input than keys; with `shared_kv` instead the heads of
+            another layer, `k` (B, K, S, H) and `v` (B, K, S, Hv); `bias` (B, N, T, S) and `mask`
+            (B, N, T, S or slots) if the case has them; `cotangent`, in the shape of the output.
     """
 
     case: Case
@@ -194,7 +194,7 @@ def make_problem(
 
 
 def _drawn_inputs(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Return inputs in float32. Another order of draws would change the values of all cases."""
+    """Return inputs in float32. A different order of draws would change the values of all cases."""
     spec = case.spec
     inputs = {"query": _draw(rng, (case.batch, case.seq_len, spec.d_in))}
     if spec.shared_kv:

@@ -183,7 +183,7 @@ class CacheQuantization(Record):
         """Check that a layer can have this cache.
 
         Raises:
-            ValueError: if it has latents, cannot cache keys before RoPE, or has another number of
+            ValueError: if it has latents, cannot cache keys before RoPE, or has the wrong number of
                 scales.
         """
         if spec.latent is not None:

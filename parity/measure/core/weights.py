@@ -173,7 +173,7 @@ def save_tensors(
     safetensors files are replaced, files of other formats are not.
 
     Args:
-        path: file to write; its suffix must not be that of another format.
+        path: file to write; its suffix must not be that of a different format.
         tensors: arrays by name, of any framework and memory order.
         metadata: text by name, for the file's header.
 

@@ -112,8 +112,8 @@ def is_shard_of(path: Path, name: str) -> bool:
 def check_place(path: str | os.PathLike[str]) -> None:
     """Reject a file whose name is a folder's, such as `a.py/`, or whose folder does not exist.
 
-    `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write
-    another file.
+    `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write a
+    different file.
 
     Raises:
         OSError: for such a name.
@@ -549,7 +549,7 @@ def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
         target = Path(os.path.realpath(path))  # the target of a link, not the link
         check_place(path)
         if target in targets:
-            raise InputError(path, "be another file than the others to write", str(targets[target]))
+            raise InputError(path, "differ from the other files to write", str(targets[target]))
         targets[target] = path
     _check_free(files, overwrite=overwrite)
     with ExitStack() as stack:

@@ -98,7 +98,8 @@ class Checkpoint:
         try:
             return ModelConfig.read(path)
         except InputError as error:
-            # The file is truncated or of another kind. Without its hints a wrong layer may result.
+            # The file is truncated or of the wrong kind. Without its hints a wrong layer may
+            # result.
             error.hint = "correct it, or remove it"
             raise
 

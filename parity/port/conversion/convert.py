@@ -183,8 +183,8 @@ def convert_file(
         OSError: if a file cannot be read or written.
         FileExistsError: if the target exists, without `force`.
         ValueError: as in `convert`, or if there is no such layer, two tensors would have the same
-            name, layers cannot be stacked, the target is the source, the existing target has
-            another format, or the target cannot represent the layers.
+            name, layers cannot be stacked, the target is the source, the existing target has a
+            different format, or the target cannot represent the layers.
 
     Example:
         >>> parity.save("layer.safetensors", torch.nn.MultiheadAttention(64, 8))

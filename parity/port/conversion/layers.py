@@ -260,8 +260,8 @@ def layers_under(
     """Find the attention layers under a prefix.
 
     Raises:
-        ValueError: if there is none, its tensors do not fit the layout, or another table of this
-            name wrote the file.
+        ValueError: if there is none, its tensors do not fit the layout, or a different table of
+            this name wrote the file.
 
     Warns:
         IgnoredSettingsWarning: as in `load`.
@@ -281,7 +281,7 @@ def layers_under(
             shapes = {short: file.infos[name].shape for short, name in sources.items()}
             entries, axis = _identify(shapes, concrete, layout, hints, layer_hints)
         except LayoutMismatchError as error:
-            # Another prefix than the empty one may be meant.
+            # A prefix other than the empty one may be meant.
             if not concrete and any(fitting_prefixes(file.shapes, layout)):
                 raise _no_layer(LayoutMismatchError, file, prefix, layout) from None
             if any(QUANTISED.search(name) for name in sources):

@@ -119,8 +119,8 @@ class OwnMetadata:
         raise InputError(
             f"the table of {layout.name}",
             f"be the one that {path} was written by",
-            f"another one from {layout.source}",
-            hint="pass that table, or give this one another name if the file follows it",
+            f"a different one from {layout.source}",
+            hint="pass that table, or give this one a different name if the file follows it",
         )
 
     @property

@@ -166,7 +166,8 @@ def hints_of_config(
 ) -> ModelHints:
     """Return the hints of the configuration next to a file that mha-parity did not write.
 
-    The caller must check that the shapes agree, because a config.json may belong to another model.
+    The caller must check that the shapes agree, because a config.json may belong to a different
+    model.
 
     Args:
         config: the configuration.

@@ -437,7 +437,7 @@ class Plan:
             OSError: if a file cannot be read or written.
             FileExistsError: if the target exists, without `force`.
             ValueError: if a tensor has values that are not finite, or the target is the source, has
-                another format, or cannot be divided.
+                a different format, or cannot be divided.
         """
         if ranks is not None and max_shard_bytes is not None:
             raise InputError("max_shard_bytes", "be left out with ranks", ranks=ranks)
@@ -639,7 +639,7 @@ def _placed(
             layers are stacked.
 
     Raises:
-        ValueError: if the prefix has another number of `{i}`, or the layers cannot be stacked.
+        ValueError: if the prefix has the wrong number of `{i}`, or the layers cannot be stacked.
     """
     numbers, to_numbers = prefix.count("{i}"), to_prefix.count("{i}")
     are_in_stack = {layer.index is not None for layer in layers}

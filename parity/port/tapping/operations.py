@@ -118,7 +118,7 @@ class LayerOperations:
     Attributes:
         sees_functions: whether calls of `scaled_dot_product_attention` are recorded themselves.
             Code that detects such recording, such as the fast path of `nn.MultiheadAttention`, then
-            computes in another way.
+            computes differently.
         softmaxes: recorded softmaxes.
         contexts: products of attention weights and values, weights first.
         calls: arguments by name and results of calls of `scaled_dot_product_attention`.
@@ -389,7 +389,7 @@ def _of_softmax(
     sizes = list(softmax.weights.shape)
     del sizes[softmax.axis]
     q = _heads(scores.product.left, batch_size, num_tokens, sizes)
-    # The weights were multiplied by values with their axes in another order.
+    # The weights were multiplied by values with their axes in a different order.
     logits = softmax.scores.permute(order)
     sizes = list(logits.shape[:-1])
     logits = _heads(logits.reshape(context.left.shape), batch_size, num_tokens, sizes)

@@ -61,7 +61,7 @@ called once per segment. Its inputs and outputs are then joined.
 
 A layer that attends to another sequence has `key_input`, `k` and `v` in the first of several calls
 with a cache, and `key_is_real` is False for padding of that sequence. `value_input` is present only
-if values come from another input than keys.
+if values come from a different input than keys.
 """
 
 

@@ -55,7 +55,7 @@ def tap_torch(
         model: the model.
         patterns: names of modules or classes; None for those of attention.
         sees_functions: whether to also record operations inside attention functions, and whole
-            function calls. Layers may then compute their results in another way.
+            function calls. Layers may then compute their results differently.
     """
     modules = dict(model.named_modules())
     if any(_is_compiled(module) for module in modules.values()):
@@ -182,7 +182,7 @@ class _ModelState:
         positions: positions of the tokens; None if unknown.
         padding: mask of the tokens, False for padding; None if the model received none.
         key_padding: the same of the sequence that cross-attention attends to.
-        has_other_mask, has_other_key_mask: whether it received another kind of mask.
+        has_other_mask, has_other_key_mask: whether it received a different kind of mask.
     """
 
     def __init__(self) -> None:
@@ -226,7 +226,9 @@ class _ModelState:
 
 
 def _padding(mask: Any) -> tuple[Tensor | None, bool]:
-    """Return a padding mask or None, and whether there is another mask, as with a static cache."""
+    """Return a padding mask or None, and whether there is a different mask, as with a static
+    cache.
+    """
     if mask is None:
         return None, False
     if isinstance(mask, Tensor) and mask.ndim == 2:

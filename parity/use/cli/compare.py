@@ -105,7 +105,7 @@ def _is_weights(path: Path, kind: str) -> bool:
     if (path / "config.json").exists():
         return True
     tensors = sorted(path.rglob("*.safetensors"))
-    # All files of a folder are of one kind; in a folder of another format none is a trace.
+    # All files of a folder are of one kind; in a folder of a different format none is a trace.
     if tensors:
         return kind_of(str(tensors[0])) != "trace"
     return any(path.iterdir())

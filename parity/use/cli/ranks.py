@@ -64,7 +64,7 @@ def _without_inputs(arrays: Arrays) -> Arrays:
 
 
 def _check_order(paths: Sequence[str]) -> None:
-    """Reject files that are numbered in another order: a shell sorts rank10 before rank2."""
+    """Reject files that are numbered in a different order: a shell sorts rank10 before rank2."""
     # Names that differ in more than numbers have no order of their own.
     names_without_numbers = {re.sub(r"\d+", "#", path) for path in paths}
     if len(names_without_numbers) > 1:

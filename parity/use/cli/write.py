@@ -90,7 +90,7 @@ def run(options: Options) -> Result:
     paths = _paths(options)
     if may_write(options, options.source):
         values = {"MODEL": options.source, "--output": options.output}
-        raise refusal("MODEL", "be another file than those to write", values)
+        raise refusal("MODEL", "differ from the files to write", values)
     _check_free(paths, force=options.force)
     with Checkpoint.open(options.source) as checkpoint:
         hints = LayerHints.by(CALLER, **layer_options(options))

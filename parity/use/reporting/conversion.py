@@ -57,7 +57,7 @@ def print_layout(layout: Layout, out: Console) -> None:
             axes = " | ".join(map(_axis_in_words, tensor.groups))
             rows.append((tensor.name, ", ".join(tensor.parts), f"[{axes}]"))
         print_table(out, title, columns, rows)
-        title = "or"  # another form of the same layout
+        title = "or"  # a different form of the same layout
     if layout.others:
         rows = []
         for tensor in layout.others:

@@ -144,7 +144,7 @@ def _draw(
 
     _, num_queries, num_keys = maps.shape
     finite = maps[np.isfinite(maps)]
-    # A scale from 0 shows a share; without any positive weight it needs another end.
+    # A scale from 0 shows a share; without any positive weight it needs a different end.
     smallest = min(0.0, float(finite.min(initial=0.0)))
     largest = float(finite.max(initial=0.0)) or 1.0
     num_columns = math.ceil(math.sqrt(len(heads)))

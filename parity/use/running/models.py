@@ -70,7 +70,7 @@ def cases_of(
         spec: the layer.
         is_causal: True if tokens attend to no later token; None, if unknown, returns causal and
             other cases.
-        is_cross: True if the keys come from another sequence; implied by another width of keys.
+        is_cross: True if the keys come from another sequence; implied by a different width of keys.
         seq_len: number of tokens, for cross-attention of the keys.
 
     Raises:

@@ -240,8 +240,8 @@ def report_of_stages(
     Args:
         name: what the report calls the function.
         backend: framework of the function.
-        stages: the stages by name. Those that the diagnosis found in another convention are left
-            out.
+        stages: the stages by name. Those that the diagnosis found in a different convention are
+            left out.
         problem: the inputs and weights.
         arithmetic: one of `reference.ARITHMETICS`.
         diagnosis: the diagnosis of the stages.

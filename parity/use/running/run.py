@@ -521,7 +521,7 @@ def _warnings_of_values(traces: Iterable[Trace]) -> Iterator[str]:
         yield f"{backend} ran without its hardware: in {cases} its values come from {values}"
     for backend, cases in unlike_recorded.items():
         yield (
-            f"{backend} ran another program than the recorded one; golden functions decide: "
+            f"{backend} ran a different program than the recorded one; golden functions decide: "
             f"{some_of(cases, 3)}"
         )
 

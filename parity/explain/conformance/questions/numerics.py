@@ -169,7 +169,7 @@ def agreement(exam: Examination, question: Question) -> Answer:
         if randomness:
             return PathAnswer("random", Kind.BROKEN, f"from one call to the next {randomness}")
         error = relative_error(exam.run(path, inputs, hidden).output, expected)
-        # Inputs and projections are rounded too: this detects another function, and does not
+        # Inputs and projections are rounded too: this detects a different function, and does not
         # measure accuracy. A NaN is an error.
         if not error <= 64 * unit_of_rounding(path.dtype):
             evidence = f"{error:.2e} of the output's size away from {exam.base}"

@@ -317,7 +317,7 @@ def bug_by_name() -> dict[str, Edit]:
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
     # Orders that are found by comparing are not in the table.
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]
-    about = "a packed weight is read in another order than it was packed in"
+    about = "a packed weight is read in a different order than it was packed in"
     bugs.append(weights.misread(weights.MISREAD, np.arange(0), (), about, FUSED_QKV.fix))
     bugs += [*backward.of_dropout(np.ones(1)), *backward.redrawn(np.ones(1))]
     bugs += [backward.multiplied(2.0)]

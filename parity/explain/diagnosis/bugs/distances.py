@@ -75,7 +75,7 @@ def alibi(case: Case) -> Iterator[Edit]:
 
 
 def _other_slopes(spec: AttentionSpec, right: Alibi) -> Iterator[Edit]:
-    """Slopes of another formula: each is 2 to the power of a share of the largest exponent."""
+    """Slopes of a different formula: each is 2 to the power of a share of the largest exponent."""
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
     n = np.arange(1, num_heads + 1)
     power_of_two = 1 << (num_heads.bit_length() - 1)

@@ -77,7 +77,7 @@ def _other_factors(spec: AttentionSpec, latent: Latent) -> Iterator[Edit]:
 def _columns_read_otherwise(
     spec: AttentionSpec, latent: Latent, own_features: int
 ) -> Iterator[Edit]:
-    """Split the features of a projection in another order than its weight."""
+    """Split the features of a projection in a different order than its weight."""
     num_heads, value_dim, shared = spec.num_heads, spec.value_head_dim, latent.rope_dim
     q_projection = "q_b_proj"
     if latent.q_rank is None:
@@ -120,7 +120,7 @@ def _rolled(num_heads: int, size: int, by: int) -> np.ndarray:
 
 
 def _read(projection: str, order: np.ndarray) -> Overrides:
-    """Read the output of a projection in another order."""
+    """Read the output of a projection in a different order."""
     return {"linear": for_names((projection,), after(partial(_reordered, order)))}
 
 

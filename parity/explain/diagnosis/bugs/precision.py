@@ -633,7 +633,7 @@ def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
 def _products_of(kind: str, about: str, fix: str = "raise the math fidelity to HiFi4") -> Edit:
     """Return the bug that every matrix product rounds its inputs.
 
-    In the reference it is another arithmetic (`reference.MANTISSA`) instead of an override. The
+    In the reference it is a different arithmetic (`reference.MANTISSA`) instead of an override. The
     lost bits depend on the order of a sum, so only the size of the error can be predicted, not its
     value.
     """

@@ -1,6 +1,6 @@
 """Edits of the reference: the ways in which a computation may be wrong.
 
-A known bug, a number that was fitted to a stage, and a weight taken for another one are the same
+A known bug, a number that was fitted to a stage, and a weight read as a different one are the same
 kind of record. They differ only in how they are found.
 """
 
@@ -83,7 +83,7 @@ class Edit(JsonRecord):
         is_loss: True if it only loses precision. Such bugs are tried last and alone, if the error
             is small.
         shows_in_narrow: True if lost precision also shows in bfloat16 and float16.
-        is_rounding: True if it only rounds in another way: it must reproduce what was observed, up
+        is_rounding: True if it only rounds differently: it must reproduce what was observed, up
             to single numbers.
         shows_alone: True if it shows in a layer that is otherwise right; otherwise it is tried with
             others.

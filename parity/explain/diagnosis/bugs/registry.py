@@ -22,8 +22,8 @@ ENTRY_POINTS = "mha_parity.bugs"
 """Group of the entry points by which installed packages offer bugs."""
 
 Wrong = AttentionSpec | Mapping[str, Override] | None
-"""The layer with a bug: another specification, or overrides of the reference by method; None for a
-layer that cannot have the bug.
+"""The layer with a bug: a different specification, or overrides of the reference by method; None
+for a layer that cannot have the bug.
 """
 
 

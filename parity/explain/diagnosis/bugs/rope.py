@@ -262,8 +262,8 @@ def _of_longest(places: np.ndarray) -> np.ndarray:
 
 
 def other_theta(case: Case) -> Iterator[Edit]:
-    """Another base, or other exponents, which equal another base: both are reported if that base is
-    in use.
+    """A different base, or other exponents, which equal another base: both are reported if that
+    base is in use.
     """
     spec, rope = case.spec, case.spec.rope
     if rope is None:

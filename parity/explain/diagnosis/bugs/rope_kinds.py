@@ -37,7 +37,7 @@ of_axes = partial(of_rope, page="rope-sections")
 
 
 def scaled(case: Case) -> Iterator[Edit]:
-    """Frequencies that are scaled in another way, or not at all."""
+    """Frequencies that are scaled differently, or not at all."""
     spec, rope = case.spec, case.spec.rope
     if rope is None or rope.scaling is None or isinstance(rope.scaling, ProportionalScaling):
         return
@@ -265,7 +265,7 @@ def partly(case: Case) -> Iterator[Edit]:
             with_rope(spec, proportional),
             fix="pair features within the rotary_dim, and divide the exponents by it",
         )
-        # The exponents of the whole head, of another base, are those of the rotary_dim.
+        # The exponents of the whole head, of a different base, are those of the rotary_dim.
         across = replace(proportional, theta=rope.theta ** (size / count))
         yield of_part(
             "rope-partial-across-head",
@@ -303,7 +303,7 @@ def _proportional(spec: AttentionSpec, rope: Rope, scaling: ProportionalScaling)
             "other frequencies to 0"
         ),
     )
-    # The exponents of the smaller head, of another base, are those of the whole head.
+    # The exponents of the smaller head, of a different base, are those of the whole head.
     in_block = replace(rope, scaling=plain, rotary_dim=count, theta=rope.theta ** (count / size))
     yield of_part(
         "rope-proportional-in-block",
@@ -318,7 +318,7 @@ def _proportional(spec: AttentionSpec, rope: Rope, scaling: ProportionalScaling)
 
 
 def on_several_axes(case: Case) -> Iterator[Edit]:
-    """Positions of another axis rotate a pair."""
+    """Positions of the wrong axis rotate a pair."""
     spec, rope = case.spec, case.spec.rope
     if rope is None or rope.sections is None:
         return

@@ -2,7 +2,7 @@
 
 Three numbers belong to each sequence and call: the slot that the new tokens are written into, the
 position that they are rotated by, and the slot up to which the mask shows keys. All three are the
-number of its cached tokens. Servers confuse this number with that of another sequence, count
+number of its cached tokens. Servers take this number from another sequence, count
 padding, or raise it too late, and then one, two or all of the three are wrong.
 """
 
@@ -455,11 +455,11 @@ def _reading_before_write(
     return original({**values, argument: cached_before})
 
 
-# ---- Another order of sequences ------------------------------------------------------------------
+# ---- A different order of sequences --------------------------------------------------------------
 
 
 def reordered(case: Case, call: int) -> Iterator[Edit]:
-    """Yield caches whose sequences are in another order than those of the call, as after a step of
+    """Yield caches whose sequences are in a different order than in the call, as after a step of
     beam search that reorders only one of them. They are so from a call on.
     """
     if case.batch < 2:
@@ -467,7 +467,7 @@ def reordered(case: Case, call: int) -> Iterator[Edit]:
     later_calls = frozenset(range(1, len(case.chunks)))
     for order in _orders(case.batch):
         about = (
-            f"the sequences of the cache are in another order than those of the call: "
+            f"the sequences of the cache are in a different order than in the call: "
             f"{' '.join(map(str, order))}"
         )
         for words, change in (("", _with_earlier_rows), (", with the new tokens", _with_all_rows)):
@@ -512,12 +512,12 @@ FEW_SEQUENCES = 3
 
 
 def _with_earlier_rows(order: np.ndarray, _: Layer, original: Override, *inputs: Any) -> New:
-    """Append tokens to a cache whose rows are in another order."""
+    """Append tokens to a cache whose rows are in a different order."""
     return original(*NewTokens(*inputs).with_cached_before(partial(_in_rows, order)))
 
 
 def _with_all_rows(order: np.ndarray, _: Layer, original: Override, *inputs: Any) -> New:
-    """Append tokens, and bring the rows of the cache into another order after that."""
+    """Append tokens, and bring the rows of the cache into a different order after that."""
     return NewTokens(*inputs).with_cached(original(*inputs), partial(_in_rows, order))
 
 
@@ -683,4 +683,4 @@ def call_after(case: Case, before: np.ndarray) -> int:
     for call in range(len(case.chunks)):
         if np.array_equal(before, case.lengths_before(call)):
             return call
-    raise ValueError("another bug counts tokens in another way")
+    raise ValueError("another bug counts tokens differently")

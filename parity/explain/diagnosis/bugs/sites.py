@@ -167,7 +167,7 @@ def projected(change: Callable[[Values], Values]) -> Overrides:
 
 
 def turned(names: str, turn: Callable[[Layer, np.ndarray, np.ndarray], np.ndarray]) -> Overrides:
-    """Rotate some of q, k and v in another way."""
+    """Rotate some of q, k and v differently."""
 
     def rotation(
         layer: Layer, _: Any, name: str, x: np.ndarray, positions: np.ndarray
@@ -215,7 +215,7 @@ class NewTokens(NamedTuple):
         return {**grown, f"{self.cache}lengths": lengths.astype(np.int32)}
 
     def with_cached_before(self, change: Callable[[np.ndarray], np.ndarray]) -> NewTokens:
-        """Return the inputs with another cache before the call, if there is one."""
+        """Return the inputs with a different cache before the call, if there is one."""
         changed = {}
         for name in self.new:
             stage = f"previous.{self.cache}{name}"

@@ -1,4 +1,4 @@
-"""Edits of the specification: the layer computes another one than its own."""
+"""Edits of the specification: the layer computes a different one than its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NORMS = ("qk_norm", "v_norm", "context_norm")
 
 
 def spec_edit(right: AttentionSpec, wrong: AttentionSpec) -> Edit:
-    """Return the edit that makes a layer one of another specification.
+    """Return the edit that makes a layer compute a different specification.
 
     If methods of the reference that read nothing else read all that differs, the edit overrides
     them, so that the steps which do not call them need not be computed again.
@@ -64,7 +64,7 @@ def of_spec(right: AttentionSpec, **changes: Any) -> Overrides:
 
 
 def with_rope(right: AttentionSpec, rope: Rope | None) -> Overrides:
-    """Return the overrides that make a layer that of a specification with another RoPE.
+    """Return the overrides that make a layer compute a specification with a different RoPE.
 
     The scale of its scores remains, although YaRN's mscale belongs to it in a layer with latents.
     """

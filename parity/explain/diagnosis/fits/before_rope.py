@@ -2,7 +2,7 @@
 projections are compared.
 
 There a missing bias is an offset by feature, a norm's weight a factor by feature, and wrongly split
-heads another order. Undoing RoPE leaves the size of rounding errors unchanged, pair by pair.
+heads a different order. Undoing RoPE leaves the size of rounding errors unchanged, pair by pair.
 """
 
 from __future__ import annotations

@@ -104,14 +104,14 @@ def _written_by(problem: Problem, names: tuple[str, ...], about: str, write: Wri
 
 
 def _writing(names: tuple[str, ...], write: Write) -> Edit:
-    """Return the edit that writes keys or values in another way; lengths stay right."""
+    """Return the edit that writes keys or values differently; lengths stay right."""
     return Edit(overrides={"appended": partial(_append_otherwise, names, write)})
 
 
 def _append_otherwise(
     names: tuple[str, ...], write: Write, layer: Layer, original: Override, *inputs: Any
 ) -> dict[str, np.ndarray]:
-    """Write new keys or values, of some names, in another way."""
+    """Write new keys or values, of some names, differently."""
     tokens = NewTokens(*inputs)
     grown = dict(original(*tokens))
     for name in names:
@@ -349,7 +349,7 @@ def _counting(case: Case, count: Count) -> Edit:
 
 
 class _OtherLengths:
-    """A call that begins after another number of cached tokens."""
+    """A call that begins after the wrong number of cached tokens."""
 
     def __init__(
         self, right: Any, before: np.ndarray, counted: np.ndarray, added: np.ndarray

@@ -1,5 +1,5 @@
-"""Replacements of a part of a layer: another weight, input, mask or order of axes; each an edit of
-the reference.
+"""Replacements of a part of a layer: a different weight, input, mask or order of axes; each an edit
+of the reference.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _be(names: Sequence[str]) -> str:
 
 
 def weights(problem: Problem, names: list[str]) -> Iterator[Edit]:
-    """Yield replacements of weights: by another one, two exchanged, one or all projections in
-    another form.
+    """Yield replacements of weights: by another one, two exchanged, one or all projections in a
+    different form.
 
     Args:
         problem: with the weights.
@@ -139,7 +139,7 @@ def _with_heads(projection: str, leaves: Mapping[str, np.ndarray], order: np.nda
 
 
 def _split_otherwise(problem: Problem, names: list[str]) -> Iterator[Edit]:
-    """Yield heads of one projection, including its bias, that are split in another way."""
+    """Yield heads of one projection, including its bias, that are split differently."""
     spec = problem.spec
     if spec.latent is not None or spec.shared_kv or problem.case.is_cached:
         return
@@ -250,7 +250,7 @@ def _replaced(others: Mapping[str, np.ndarray]) -> Edit:
 
 
 def _in_other_forms(problem: Problem, names: list[str]) -> Iterator[Edit]:
-    """Yield weights with other numbers, or with the same ones in another order."""
+    """Yield weights with other values, or with the same ones in a different order."""
     forms = {name: dict(_forms(name, problem)) for name in names}
     for group in _together(names):
         for words in forms[group[0]]:
@@ -485,7 +485,7 @@ def _with_bias(form: Form) -> Edit:
 
 
 def _family_of_mask(problem: Problem, words: str) -> BugFamily | None:
-    """Return the family of a mask in another form, if the masks of a case determine one."""
+    """Return the family of a mask in a different form, if the masks of a case determine one."""
     case = problem.case
     if words == "transposed":
         if case.is_causal and not case.has_own_mask:

@@ -114,7 +114,7 @@ def alibi_parts(problem: Problem) -> Iterator[Edit]:
 
 
 def _factors(count: int, max_bias: float) -> dict[str, np.ndarray]:
-    """Return factors of slopes whose exponents begin at another number."""
+    """Return factors of slopes whose exponents begin at the wrong number."""
     largest = largest_power(count)
     step = 2.0 ** (max_bias / largest)
     # The slopes of the first heads are a series of their own, the others lie between them.
@@ -167,7 +167,7 @@ def _other_slopes(spec: AttentionSpec, alibi: Alibi) -> dict[str, np.ndarray]:
 
 
 def _otherwise_extended(count: int, largest: int, most: float) -> dict[str, np.ndarray]:
-    """Return slopes of which those after the largest power of two follow another rule."""
+    """Return slopes of which those after the largest power of two follow a different rule."""
     first = slopes_of_heads(largest, most)
     between = slopes_of_heads(2 * largest, most)
     num_others = count - largest

@@ -116,7 +116,7 @@ class Number:
         words: its name in reports.
         right: the right number; None if there should be none.
         grid: the first guesses.
-        edit: returns the edit of the reference with another number.
+        edit: returns the edit of the reference with a different number.
         families: returns the families of a wrong number.
         is_whole: True if only the guesses are tried, as for integers.
     """

@@ -346,7 +346,7 @@ def _order_words(
         if np.array_equal(plain_order, order):
             return f"{several} are {words}", 0
     if len(box) > MOST_LISTED:
-        words = f"{several} are in another order"
+        words = f"{several} are in a different order"
     elif len(box) == size:
         words = f"{several} are those of {_spaced(order)}"
     else:

@@ -26,7 +26,7 @@ SUMS = {0: "the batch", 1: "the heads", 2: "the queries"}
 
 
 def attn_weights(difference: Difference) -> Iterator[Edit]:
-    """Yield rows of another softmax: scores times a number, uniform rows, each row times a
+    """Yield rows of a different softmax: scores times a number, uniform rows, each row times a
     number.
     """
     if not difference.stage.is_attn_weights or difference.actual.ndim != 4:
@@ -205,7 +205,7 @@ def _with_shown_keys(
 
 def _families_of_leak(difference: Difference) -> Families:
     """Return the family of hidden keys with weight, if the mask is right: otherwise it is wrong
-    itself, or another one is used.
+    itself, or the wrong one is used.
     """
     problem = difference.problem
     if problem is None or difference.hidden is None:

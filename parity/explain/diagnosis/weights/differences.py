@@ -100,9 +100,9 @@ class WeightsComparison(JsonRecord):
     """Comparison of two sets of weights by their tensors: do they represent the same attention?
 
     Attributes:
-        kind: `bits`, equal bit for bit; `values`, equal values in other bits: another dtype that
-            represents them, or zeros of another sign; `copy`, one is the other rounded to its
-            dtype; `rounding`, at most 4 units in the last place of the coarser dtype apart;
+        kind: `bits`, equal bit for bit; `values`, equal values in other bits: a different dtype
+            that represents them, or zeros of the opposite sign; `copy`, one is the other rounded to
+            its dtype; `rounding`, at most 4 units in the last place of the coarser dtype apart;
             `function`, other tensors of the same function; `different`.
         dtypes: dtypes of the first and the second set.
         max_ulp: largest difference, in units in the last place of the coarser dtype.

@@ -212,7 +212,9 @@ def _factor(pair: Pair, layers: Layers) -> TensorLaw | None:
 
 
 def _meaning_of(factor: float, head_dim: int) -> str:
-    """Return the formula in H of a usual scale of scores; empty if the factor is another number."""
+    """Return the formula in H of a usual scale of scores; empty if the factor is any other
+    number.
+    """
     root = math.sqrt(head_dim)
     formulas = {"sqrt(H)": root, "1 / sqrt(H)": 1.0 / root, "H": head_dim, "1 / H": 1.0 / head_dim}
     for formula, value in formulas.items():
@@ -328,7 +330,7 @@ def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> 
         if words:
             return of_family("permuted", f"the first's, {words}", family, spec)
         if _is_within_heads(order, num_heads, num_features):
-            words = f"the first's, its {lines} in another order within their heads"
+            words = f"the first's, its {lines} in a different order within their heads"
             return TensorLaw("permuted", words)
     which = "another order"
     if len(order) <= 2 * spec.head_dim:  # short enough to be looked at
@@ -360,7 +362,7 @@ def _is_within_heads(order: np.ndarray, num_heads: int, num_features: int) -> bo
 def _of_pairs(order: np.ndarray, num_features: int, spec: AttentionSpec) -> str:
     """Describe RoPE pairs that are halves in one file and interleaved in the other, if they are.
 
-    All widths of heads are tried, because a converter may have assumed another number of heads.
+    All widths of heads are tried, because a converter may have assumed the wrong number of heads.
     """
     widths = []
     # Without RoPE, features of an odd number form no pairs.

@@ -1,8 +1,9 @@
-"""Rows of q, k and v that a packed tensor was read in another order: they move between the three.
+"""Rows of q, k and v that a packed tensor was read in a different order: they move between the
+three.
 
-If a file packs q, k and v in one tensor, and a reader assumes another order, then the three tensors
-together have the same rows, but none of them has its own. Each row is matched exactly, in time that
-is linear in the size of the weights.
+If a file packs q, k and v in one tensor, and a reader assumes a different order, then the three
+tensors together have the same rows, but none of them has its own. Each row is matched exactly, in
+time that is linear in the size of the weights.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MOST_RUNS = 6
 
 @dataclass(frozen=True)
 class PackingError:
-    """Rows of q, k and v that are in another order, across the tensors.
+    """Rows of q, k and v that are in a different order, across the tensors.
 
     Attributes:
         names: canonical names of the weights, and of their biases if these follow the same order.
@@ -93,7 +94,7 @@ def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> Packi
     fix = ""
     bug = MISREAD
     if misread is None:
-        words += f", in another order: {_runs(order, sizes)}"
+        words += f", in a different order: {_runs(order, sizes)}"
     else:
         packed, read = misread
         words += f": those of the first, packed as {packed.words}, were read as {read.words}"

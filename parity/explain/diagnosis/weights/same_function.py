@@ -99,7 +99,7 @@ class _Order:
         words = {"qk": "features of q and k", "v": "features of v, and columns of out_proj,"}
         for kind, order in self.features.items():
             if _moves(order):
-                changes.append(f"{words[kind]} are in another order")
+                changes.append(f"{words[kind]} are in a different order")
         return "; ".join(changes)
 
 

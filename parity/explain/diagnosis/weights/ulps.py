@@ -121,7 +121,7 @@ def ways_to_fewer_bits(one: np.ndarray, other: np.ndarray) -> list[str]:
         return []
     ways = []
     for words, reduce in FEWER_BITS.items():
-        # The first row usually shows that it is another conversion.
+        # The first row usually shows that it is a different conversion.
         is_equal = np.array_equal(reduce(wide[:1]), fewer[:1])
         if is_equal and np.array_equal(reduce(wide), fewer):
             ways.append(words)
@@ -144,7 +144,7 @@ def quantized_as(one: np.ndarray, other: np.ndarray) -> str | None:
         return None
     with np.errstate(all="ignore"):  # blocks of zeros
         for name in QUANTISED:
-            # The first row usually shows that it is another type.
+            # The first row usually shows that it is a different type.
             if _is_quantized(one[:1], other[:1], name) and _is_quantized(one, other, name):
                 return name
     return None

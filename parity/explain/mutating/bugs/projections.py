@@ -152,7 +152,7 @@ def _scaled_after_softmax(weights: Projections) -> Arrays:
 
 
 def _with_features_reordered(weights: Projections, projection: str, order: np.ndarray) -> Arrays:
-    """Return a projection with its output features in another order; for `out_proj`, its input
+    """Return a projection with its output features in a different order; for `out_proj`, its input
     features.
     """
     kernel = weights[f"{projection}.weight"]

@@ -1,4 +1,6 @@
-"""Bugs in RoPE by another base, for calls with the base, its frequencies, or cosines and sines."""
+"""Bugs in RoPE by a different base, for calls with the base, its frequencies, or cosines and
+sines.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def has_rope(call: Call) -> bool:
     return any(NAMED_SO.search(str(name)) for name in names)
 
 
-# ---- Another base --------------------------------------------------------------------------------
+# ---- A different base ----------------------------------------------------------------------------
 
 
 def _with_theta(call: Call, theta: float) -> BuggyCall:
@@ -102,7 +104,7 @@ def _is_pair(x: Any) -> bool:
 
 
 def _with_tables_of(call: Call, theta: float) -> Call:
-    """Return the call with cosines and sines of another base; the call's own must belong to
+    """Return the call with cosines and sines of a different base; the call's own must belong to
     positions 0, 1, …
 
     Raises:
@@ -118,7 +120,7 @@ def _with_tables_of(call: Call, theta: float) -> Call:
     _check_positions(call, cosines)
     angles = _angles_like(cosines, theta)
     num_tokens = len(angles)
-    # Cosines of another base differ by more than this, but those of one base in a narrow dtype
+    # Cosines of a different base differ by more than this, but those of one base in a narrow dtype
     # do not.
     largest_error = np.abs(np.broadcast_to(np.cos(angles), cosines.shape) - cosines).max()
     if largest_error < 1e-2 / num_tokens**0.5:

@@ -222,11 +222,11 @@ MASKS = [
 """Masks and biases."""
 
 LAYERS = [
-    Case("cross", _CROSS, "keys of another width and length", seq_len=4, seq_len_k=7),
+    Case("cross", _CROSS, "keys of a different width and length", seq_len=4, seq_len_k=7),
     Case(
         "cross-padding",
         _CROSS,
-        "keys of another width, padded",
+        "keys of a different width, padded",
         seq_len_k=7,
         key_padding_lengths=(2, 7),
     ),
@@ -303,7 +303,7 @@ LAYERS = [
         "one projection for q, k and v of different inputs",
         seq_len_k=7,
     ),
-    Case("scale", _SCALE, "another scale of the scores", seq_len=9, is_causal=True, gain=3.0),
+    Case("scale", _SCALE, "a different scale of the scores", seq_len=9, is_causal=True, gain=3.0),
     Case("temperature", _TEMPERATURE, "a temperature without RoPE", seq_len=9, is_causal=True),
     Case(
         "temperature-rope",
@@ -487,7 +487,7 @@ LAYERS = [
         is_causal=True,
     ),
 ]
-"""Other widths, heads, projections; another scale; rotary positions."""
+"""Other widths, heads, projections; a different scale; rotary positions."""
 
 ROPES = [
     Case(
@@ -663,7 +663,11 @@ CACHED = [
         **_calls(4, 1, 1, capacity=6),
     ),
     Case(
-        "decode-scale", _SCALE, "decode, another scale", gain=3.0, **_calls(4, 1, 1, 1, capacity=8)
+        "decode-scale",
+        _SCALE,
+        "decode, a different scale",
+        gain=3.0,
+        **_calls(4, 1, 1, 1, capacity=8),
     ),
     Case(
         "decode-temperature",

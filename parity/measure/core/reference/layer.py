@@ -645,7 +645,7 @@ class Layer:
         if record.num_exact is None or record.max_distance is None:
             return away
         exact = record.num_exact
-        # float32, and in this order, as DeBERTa's code: another rounding moves borders.
+        # float32, and in this order, as DeBERTa's code: a different rounding moves borders.
         largest = np.log(np.float32((record.max_distance - 1) / exact))
         ratio = (np.maximum(away, exact) / exact).astype(np.float32)
         share = np.log(ratio) / largest

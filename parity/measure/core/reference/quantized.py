@@ -1,9 +1,9 @@
 """Rounding of a quantized cache: numbers of a narrow dtype, and their scales.
 
-float64 rounds to the nearest number. A correct implementation in another precision may be a unit of
-rounding off before it rounds, and then returns the next number. The same-precision reference
-returns the middle of two numbers if either is possible. So its error, from which budgets follow, is
-half a step exactly there.
+float64 rounds to the nearest number. A correct implementation in a different precision may be a
+unit of rounding off before it rounds, and then returns the next number. The same-precision
+reference returns the middle of two numbers if either is possible. So its error, from which budgets
+follow, is half a step exactly there.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ class Layout(JsonRecord):
         prefixes: prefixes of such layers in whole checkpoints; `{i}` stands for the number of a
             layer.
         prefix: the only prefix that its layers have; a conversion uses it unless the caller passes
-            another one. Empty: layers may have any.
-        needs_spec: whether shapes alone never identify such a layer, or would suggest another
+            a different one. Empty: layers may have any.
+        needs_spec: whether shapes alone never identify such a layer, or would suggest a different
             layout.
         carries: features that the module computes or a configuration specifies, although weights do
             not show them: names of `CARRIED`.

@@ -260,7 +260,7 @@ def _roles_by_name(tensors: Shapes) -> _Roles:
             roles.add_weight(name, holds, tensors)
     _add_output(roles, outputs, tensors)
     if "out" in roles.weights.values() and "out" not in roles.biases.values():
-        # The bias may have another name than its weight, such as `bo` for `wo`.
+        # The bias may have a different name than its weight, such as `bo` for `wo`.
         of_other_weights = []
         for name in outputs:
             if name not in roles.weights:
@@ -300,7 +300,7 @@ def _projections_in(words: Iterable[str]) -> str:
 
 
 def _add_output(roles: _Roles, named: list[str], tensors: Shapes) -> None:
-    """Add the output: the weight named so, or else one of another name that fits; or none.
+    """Add the output: the weight named so, or else one of a different name that fits; or none.
 
     Args:
         roles: the roles of queries, keys and values, to which the output is added.
@@ -339,7 +339,7 @@ def _has_size_of_output(name: str, roles: _Roles, tensors: Shapes) -> bool:
         packed = sum(sizes[holds] for holds in sizes if holds != "out")
         return size < packed <= 3 * size
     if sizes.get("k") and "v" in sizes:
-        # Values may have another head size than keys.
+        # Values may have a different head size than keys.
         return size * sizes["k"] == sizes["q"] * sizes["v"]
     return size == sizes["q"]
 

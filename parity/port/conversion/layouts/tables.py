@@ -89,7 +89,7 @@ _TABLE = [
     ),
     Layout(
         "torch.nn.MultiheadAttention",
-        "PyTorch's module: in_proj_weight, or three weights if key and value have another width",
+        "PyTorch's module: in_proj_weight, or three weights if key and value differ in width",
         "torch/nn/modules/activation.py",
         (
             (Tensor("in_proj_weight", "qkv", "weight", ROWS), _TORCH_BIAS, *_TORCH_OUT),

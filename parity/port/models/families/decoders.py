@@ -218,8 +218,8 @@ def _width_of_hunyuan(layer: ConfigLayer) -> Value:
 
 
 def _rope_of_hunyuan(layer: ConfigLayer) -> Value:
-    """Return the RoPE of HunYuan: with an `alpha`, "dynamic" is plain RoPE with another base, for
-    any length.
+    """Return the RoPE of HunYuan: with an `alpha`, "dynamic" is plain RoPE with a different base,
+    for any length.
     """
     values = rope_section(layer.config)
     alpha = None if values is None else values.find("alpha")
