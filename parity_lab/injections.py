@@ -125,7 +125,7 @@ def _with_residual(plan: Plan, project_with: Any, *weights: Any) -> Any:
 
 
 def _with_spec(**changed: Any) -> Injection:
-    """Queries, keys and values are projected as another specification says."""
+    """Queries, keys and values are projected as a different specification says."""
 
     def project_qkv(
         _: Plan, original: Any, project: Any, q: Any, k: Any, v: Any, spec: Any, *rest: Any
@@ -194,7 +194,7 @@ def _restarted(positions: Any) -> Any:
 
 
 def _by_rope(change: Callable[[Rope], Rope]) -> Injection:
-    """Rotate as another `Rope` says."""
+    """Rotate as a different `Rope` says."""
 
     def apply_rope(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
         return rotate(x, positions, change(rope))

@@ -102,7 +102,7 @@ SELFTEST_CASES = [
     Case(
         "cross",
         AttentionSpec(32, 4, d_in=24, d_kv=40),
-        "keys of another width and length",
+        "keys of a different width and length",
         seq_len=4,
         seq_len_k=7,
         is_causal=True,
@@ -111,7 +111,7 @@ SELFTEST_CASES = [
     Case(
         "window",
         AttentionSpec(32, 4, qkv_bias=False, scale=0.5),
-        "a sliding window, another scale",
+        "a sliding window, a different scale",
         seq_len=9,
         window_size=3,
     ),

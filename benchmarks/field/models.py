@@ -36,7 +36,7 @@ YARN = {
 
 
 def main() -> None:
-    """Write the models, and the same Llama with old configuration keys, or another RoPE."""
+    """Write the models, and the same Llama with old configuration keys, or a different RoPE."""
     folder = Path(sys.argv[1])
     llama = {
         **SMALL,

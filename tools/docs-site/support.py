@@ -354,7 +354,7 @@ class Jax(Framework):
 
     @contextmanager
     def on(self, platform: str) -> Iterator[None]:
-        """Choose kernels as on another platform, without calling them."""
+        """Choose kernels as on a different platform, without calling them."""
         with ExitStack() as stack:
             stack.enter_context(
                 patch("mha_jax.kernels.fused.platform_of", lambda *arrays: platform)
