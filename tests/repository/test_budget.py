@@ -54,7 +54,7 @@ def test_a_row_bounds_each_number(root, cost, expected):
 
 
 def test_a_file_needs_a_row(root):
-    """Another environment's row does not count."""
+    """A different environment's row does not count."""
     rows = Budget(100, {"another": {FILE: row()}})
     (problem,) = rows.problems({FILE: Cost(1)}, root)
     assert problem.endswith(f"{FILE} has no row: `make budget FILES={FILE}` adds it")

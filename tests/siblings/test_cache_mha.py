@@ -79,8 +79,8 @@ def filled_cache(sibling, module, lengths, dtype=np.float32, capacity=NUM_TOKENS
 
 
 def units(dtype, number=4):
-    """As many units of rounding of numbers of order 1: with their shapes, products add in another
-    order.
+    """As many units of rounding of numbers of order 1: with their shapes, products add in a
+    different order.
     """
     return number * float(ml_dtypes.finfo(dtype).eps)
 

@@ -566,14 +566,14 @@ def test_visible_token_changes_the_output(sibling, path, side):
 @sample(jax=1)
 @both_forms
 def test_order_of_the_keys_is_rounding(sibling, form):
-    """Keys and their mask may come in another order."""
+    """Keys and their mask may come in a different order."""
     arrays, order = problem_of(sibling, form, SPEC), [2, 0, 3, 1]
     before = sibling.attended(f"module-{form}", SPEC, arrays, mask=MASK)
     permuted = {**arrays, "key": arrays["key"][:, order]}
     after = sibling.attended(f"module-{form}", SPEC, permuted, mask=MASK[..., order])
     sibling.assert_close(
         after, before, within=8 * EPSILON
-    )  # sums of 4 numbers of order 1 in another order
+    )  # sums of 4 numbers of order 1 in a different order
 
 
 @sample(12, jax=1)

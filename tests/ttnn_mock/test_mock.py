@@ -106,7 +106,7 @@ def test_unknown_board_name_raises():
 
 @pytest.mark.board
 def test_second_board_in_process_raises(opened_device):
-    """A process that has used one board cannot use another one."""
+    """A process that has used one board cannot use a second one."""
     other = next(name for name in BOARDS if name != USED)
     with pytest.raises(RuntimeError, match=f"'{other}' after '{USED}'"):
         ttnn_mock.use(other)

@@ -1,4 +1,6 @@
-"""How people record the stages of their layers: in the forms in which their code has them, or in customary ones."""
+"""How people record the stages of their layers: in the forms in which their code has them, or in
+customary ones.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _pick(noted: Recorded, names: tuple[str, ...]) -> Recorded:
 
 
 def plain(noted: Recorded, problem: Problem) -> Recorded:
-    """Every stage by its name, in its canonical form; with a cache that grows, filled up with zeros."""
+    """Every stage by its name, in its canonical form; with a cache that grows, filled up with
+    zeros.
+    """
     return grown_to_capacity(_pick(noted, ("mask", *PLAIN, *CACHE)), problem)
 
 
@@ -49,7 +53,9 @@ def no_mask(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def grown_to_capacity(noted: Recorded, problem: Problem) -> Recorded:
-    """Caches, scores, weights and masks of all slots of the capacity: slots without a token are 0, or hidden."""
+    """Caches, scores, weights and masks of all slots of the capacity: slots without a token are 0,
+    or hidden.
+    """
     found, capacity = {}, problem.case.capacity
     for name, value in noted.items():
         stage = stage_named(name)
@@ -74,7 +80,9 @@ def last_stages(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def first_and_last(noted: Recorded, problem: Problem) -> Recorded:
-    """The stages that forward hooks on the projections record: q, k, v by heads, context and output."""
+    """The stages that forward hooks on the projections record: q, k, v by heads, context and
+    output.
+    """
     return _pick(noted, ("q", "k", "v", "context", "output"))
 
 
@@ -109,7 +117,9 @@ def growing(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def dirty_slots(noted: Recorded, problem: Problem) -> Recorded:
-    """A cache that was not emptied: slots that hold nothing yet are not 0, nor are their scores; they are hidden."""
+    """A cache that was not emptied: slots that hold nothing yet are not 0, nor are their scores;
+    they are hidden.
+    """
     found, seen = plain(noted, problem), np.cumsum(problem.case.chunks)
     rng = np.random.default_rng(0)
     for name, value in found.items():
@@ -123,7 +133,7 @@ def dirty_slots(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def in_place_of(**others: str) -> Recording:
-    """Stages under whose name another value was recorded."""
+    """Stages under whose name a different value was recorded."""
 
     def record(noted: Recorded, problem: Problem) -> Recorded:
         swapped = dict(noted)
@@ -139,7 +149,7 @@ def in_place_of(**others: str) -> Recording:
 
 
 def changed(names: tuple[str, ...], change: Callable[[np.ndarray], np.ndarray]) -> Recording:
-    """Stages in another form."""
+    """Stages in a different form."""
 
     def record(noted: Recorded, problem: Problem) -> Recorded:
         found = plain(noted, problem)

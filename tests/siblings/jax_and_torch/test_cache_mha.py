@@ -189,7 +189,7 @@ def test_shared_layer_reads_source_cache(sibling, steps):
 
 def test_shared_layer_rejects_stale_cache(sibling):
     """A layer that shares keys and values raises an error for a cache without the new tokens, and
-    for one with another number of heads.
+    for one with the wrong number of heads.
     """
     source = cached_layer(sibling, SHARED)
     shared, x = sharing(sibling, source), sibling.array(random_tokens(SHARED, 2))

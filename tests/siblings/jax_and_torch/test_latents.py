@@ -334,7 +334,7 @@ def pruned(layer):
 
 @pytest.mark.parametrize("change", [doubled, called_otherwise, pruned])
 def test_modified_projection_is_called(change):
-    """A kv_b_proj with a hook, another forward or pruning is called in steps over latents."""
+    """A kv_b_proj with a hook, a replaced forward or pruning is called in steps over latents."""
     layer = module(SIBLINGS["torch"])
     whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS, SPEC)
     change(layer)

@@ -335,11 +335,13 @@ def test_ragged_steps_match_single_sequences(sibling, rng, kind):
         for both, alone in zip(together, run([row], steps), strict=True):
             assert both[row] == pytest.approx(
                 alone[0], abs=8 * EPSILON
-            )  # other sizes have another summation order
+            )  # other sizes have a different order of summation
 
 
 def test_layer_uses_given_positions(sibling, rng):
-    """A layer with RoPE and given positions has another output than one with default positions."""
+    """A layer with RoPE and given positions has a different output than one with default
+    positions.
+    """
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     x = sibling.array(rng.standard_normal((2, 3, 8)).astype(np.float32))
 

@@ -89,7 +89,7 @@ def test_second_call_compiles_nothing(compilations, layer, call):
 def test_other_block_size_recompiles(
     compilations, layer
 ):  # shows that the tests above detect compilations
-    """Control: another block size is compiled again, and matches within 1e-5."""
+    """Control: a different block size is compiled again, and matches within 1e-5."""
     x = tokens(LONG)
     expected = layer(x, is_causal=True)
     other = nnx.clone(layer)

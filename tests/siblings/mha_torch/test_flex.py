@@ -313,7 +313,7 @@ def test_flex_is_not_used_under_vmap(monkeypatch):
 
 @pytest.mark.usefixtures("on_a_cpu")
 def test_compiled_graph_does_not_use_flex(calls):
-    """A compiled graph has no breaks, uses another kernel and matches the plain path."""
+    """A compiled graph has no breaks, uses a different kernel and matches the plain path."""
     leaves, options = problem(TOGETHER[-1], dtype=torch.float32)
 
     def attend(leaves, options):

@@ -287,7 +287,7 @@ def test_steps_without_writes_are_repeated(monkeypatch):
 
 
 def test_compiled_heads_may_be_symbolic():
-    """One compiled function accepts another number of heads, which makes it a symbolic size."""
+    """One compiled function accepts a different number of heads, which makes it a symbolic size."""
     torch.compiler.reset()
     attend = functools.partial(
         mha_torch.scaled_dot_product_attention, kernel=mha_torch.fused.attend
@@ -323,7 +323,7 @@ def test_compiled_graph_checks_list_lengths(lengths):
 
 
 def test_vmap_caches_values_of_other_width():
-    """Under vmap, a cache with values of another width than keys gets the bits of a loop."""
+    """Under vmap, a cache whose values differ in width from the keys gets the bits of a loop."""
     keys, values = (torch.randn(3, 2, 2, 2, features) for features in (4, 6))
 
     def append(key, value, new_lengths):
@@ -913,20 +913,20 @@ ELSEWHERE = {
 @both_forms
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_arrays_on_other_device_raise(form, name):
-    """A key, value, mask or bias on another device raises an error that names the argument."""
+    """A key, value, mask or bias on the wrong device raises an error that names the argument."""
     with refuses(name, expected=...):
         ELSEWHERE[name](FORMS[form], torch.ones(1, 2, 3, 4), torch.zeros(3, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_layer_input_on_other_device_raises(kind):
-    """An input on another device than the layer raises an error."""
+    """An input on a different device than the layer raises an error."""
     with refuses("the input of q_proj", {"the input of q_proj.device": ..., "expected": ...}):
         module(kind)(torch.ones(1, 3, 16, device="meta"))
 
 
 def test_cache_on_other_device_raises():
-    """A cache on another device than the layer raises an error."""
+    """A cache on a different device than the layer raises an error."""
     layer = module("MultiHeadAttentionWithCache")
     cache = mha_torch.init_cache(1, 2, 4, 4, device="meta")
     with refuses("cache.keys", {"cache.keys.device": ..., "expected": ...}):

@@ -226,7 +226,7 @@ def test_self_attention_matches_formula(device, rng, spec, form, dtype):
 @both_dtypes
 @every_path
 def test_cross_attention_matches_formula(device, path, dtype):
-    """Cross-attention to keys of another width and length matches the formula on every path."""
+    """Cross-attention to keys of a different width and length matches the formula on every path."""
     weights, inputs = rounded_weights(CROSS, dtype), crossed(dtype, CROSS)
     output, _ = attended(path, CROSS, device, dtype, inputs, weights=weights, mask=MASK)
     assert_close(output, layer(CROSS, weights, **inputs, mask=MASK)[0], dtype)
@@ -668,7 +668,7 @@ def test_random_dropout_in_float32_raises(device, rng, rates):
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
 def test_function_drops_by_its_seed(device, rng, rates):
-    """A function in training drops the same for the same seed, and other numbers for another."""
+    """A function in training drops the same for the same seed, and other values for another."""
     x, spec = mha_tt.upload(rng.standard_normal((2, 5, 8)), device=device), replace(SPEC, **rates)
     weights = mha_tt.upload_weights(parity.random_weights(SPEC), SPEC, device=device)
     outputs = (

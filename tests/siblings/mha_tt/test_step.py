@@ -57,11 +57,11 @@ LAYERS = {
         latent=Latent(32, rope_dim=16),
     ),
 }
-OTHERWISE = {  # steps that need another kernel, or factors computed on the host
+OTHERWISE = {  # steps that need a different kernel, or factors computed on the host
     "window": parity.AttentionSpec(64, 4, rope=ROPE, window_size=4),
     "soft cap": parity.AttentionSpec(64, 4, rope=ROPE, soft_cap=20.0),
     "temperature": parity.AttentionSpec(64, 4, rope=ROPE, temperature=Temperature(2, 0.5)),
-    "values of another width": parity.AttentionSpec(64, 2, value_head_dim=48),
+    "values of a different width": parity.AttentionSpec(64, 2, value_head_dim=48),
 }
 HOST = {"ttnn.to_device", "ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
 
@@ -293,7 +293,7 @@ def test_places_follow_changes_of_cache(device, name):
 
 
 def test_cache_in_other_layer_uses_its_table(device):
-    """A cache used by a layer with another RoPE theta is rotated by the table of that layer."""
+    """A cache used by a layer with a different RoPE theta is rotated by the table of that layer."""
     module, x = made(device, LAYERS["few heads"])
     other, _ = made(device, replace(LAYERS["few heads"], rope=parity.Rope(100.0)))
     _, cache = steps(module, x, begun(module, x))

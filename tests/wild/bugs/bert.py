@@ -82,7 +82,7 @@ m("value-no-bias", "bias", (VALUE, 'value_layer = self.transpose_for_scores(sour
   "The bias of the values is lost.", "v", law="a constant vector is missing")
 m("key-bias-for-query", "bias", (QUERY,
     'query_layer = self.transpose_for_scores(hidden_states @ self.state["query.weight"].t() + '
-      'self.state["key.bias"])'), "Queries have the keys' bias.", "q", law="another constant vector")
+      'self.state["key.bias"])'), "Queries have the keys' bias.", "q", law="a different constant vector")
 m("cross-query-source", "axes", ('self.linear("value", source)', 'self.linear("value", source.flip(1))'),
   "Values are made of the tokens in reverse.", "v", case="cross", law="tokens reversed")
 m("cross-keys-of-self", "axes", (KEY, KEY.replace("source", "hidden_states")),

@@ -732,14 +732,14 @@ def test_wrong_masks_have_a_pattern():
 @settings(deadline=None, max_examples=50)
 @given(seeds)
 def test_random_masks_have_no_pattern(seed):
-    """A random mask instead of another one has no pattern."""
+    """A random mask instead of the right one has no pattern."""
     rng = np.random.default_rng(seed)
     wrong, right = rng.random((2, 2, 4, 5, 6)) < 0.4
     assert describe("mask", wrong, right, EXACT).abouts == ()
 
 
 def test_one_moved_value_is_not_an_order():
-    """One value equal to that of another place has no pattern, in a mask or in q."""
+    """One value equal to one at a different position has no pattern, in a mask or in q."""
     right = causal(6, 6).astype(bool)
     wrong = right.copy()
     wrong[1, 2, 3, 3] ^= True

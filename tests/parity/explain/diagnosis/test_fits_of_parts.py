@@ -333,8 +333,8 @@ def test_error_before_rope_has_a_pattern():
 
 
 def test_norm_over_tokens_has_a_pattern():
-    """A norm over tokens is recognized; by another mean, it has a pattern before RoPE, of a number
-    per token and feature.
+    """A norm over tokens is recognized; by a different mean, it has a pattern before RoPE, of a
+    number per token and feature.
     """
     problem = make_problem(NORMED, "float32")
 

@@ -55,7 +55,9 @@ def bug_named(case, name):
 @sample(where=lambda case: case is PLAIN)
 @pytest.mark.parametrize("case", [RICH, PLAIN, CAPPED], ids=lambda case: case.name)
 def test_bugs_of_backward_pass_are_named(case):
-    """Each bug that changes a gradient is named from gradients alone, or listed as an alternative."""
+    """Each bug that changes a gradient is named from gradients alone, or listed as an
+    alternative.
+    """
     problem = parity.make_problem(case, "float32")
     right = gradients_of(problem)
     names = {}
@@ -179,7 +181,7 @@ def test_right_layer_keeps_its_dropout():
     assert np.abs(expected - reference.accumulated["grad.v_proj.weight"]).max() > 0.1
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_raise():
     """Unknown names are an error, also next to known ones, and so are gradients with a cache."""
     problem = parity.make_problem(PLAIN, "float32")
     output = problem.inputs["query"]

@@ -61,7 +61,7 @@ def always_slopes(slopes):
     ],
 )
 def test_alibi_slopes_are_named_or_fitted(slopes, words):
-    """Slopes of another formula are named, and any others fitted, from the output alone."""
+    """Slopes of a different formula are named, and any others fitted, from the output alone."""
     page, about = diagnosed(make_problem(OF_ALIBI, "float32"), slopes=always_slopes(slopes))
     assert page == "alibi"
     assert words in about

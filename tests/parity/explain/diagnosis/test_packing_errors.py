@@ -28,7 +28,7 @@ PACKED = {
 
 
 def misread(weights, spec, layout, other):
-    """Write weights in a layout, and read them as another one, whose tensors have the same
+    """Write weights in a layout, and read them as a different one, whose tensors have the same
     shapes.
     """
     tensors = convert(weights, source="canonical", target=layout, spec=spec)

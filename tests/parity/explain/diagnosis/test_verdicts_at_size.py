@@ -262,8 +262,10 @@ def test_printed_numbers_differ(number, right, texts):
         (AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0)), 0.77, ""),
     ],
 )
-def test_theta_fits_another_exponent(spec, power, form):
-    """A theta that is equivalent to another exponent of RoPE has its formula; others have none."""
+def test_theta_fits_other_exponent(spec, power, form):
+    """A theta that is equivalent to a different exponent of RoPE has its formula; others have
+    none.
+    """
     expected = f", or the exponent {form} instead of 2 i / d" if form else ""
     assert as_exponent(10000.0**power, spec) == expected
 

@@ -251,7 +251,7 @@ def test_heads_are_found_in_every_layout(num_kv_heads, monkeypatch):
         stored = from_canonical(canonical, spec, layout)
         params = {name: torch.tensor(array) for name, array in stored.items()}
         call = Call(OF_MAPPING, (params, x, HEADS, num_kv_heads), {})
-        monkeypatch.setattr(trials, "_tried", {})  # each layout is another function
+        monkeypatch.setattr(trials, "_tried", {})  # each layout is a different function
         if layout.padded:
             with pytest.raises(Unfit, match="have shapes that no known order explains"):
                 injections_for(OF_MAPPING)[0]["q-heads-reversed"].make(call)

@@ -152,7 +152,7 @@ def test_empty_array_fails():
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, np.complex64, np.bool_])
 def test_wrong_stage_dtype_fails(expected, dtype):
-    """A float32 stage in another dtype fails, with both dtypes as the reason."""
+    """A float32 stage in the wrong dtype fails, with both dtypes as the reason."""
     comparison = parity.measure.core.compare.compare(
         expected.astype(dtype), expected, expected, Label(**ABOUT)
     )

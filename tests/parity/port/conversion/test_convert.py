@@ -208,8 +208,8 @@ def test_other_tensors_drop_on_request(tmp_path):
     assert (done.kept, done.dropped) == ([], list(rest(tensors)))
 
 
-def test_layers_get_another_prefix(tmp_path):
-    """Layers 2 and 13 move to another prefix, which the metadata contain."""
+def test_layers_get_new_prefix(tmp_path):
+    """Layers 2 and 13 move to a new prefix, which the metadata contain."""
     source = write_tensor_file(tmp_path / "a.npz", checkpoint((2, 13)))
     convert_file(
         source,

@@ -133,7 +133,7 @@ def test_attention_is_found_in_mixed_layers(tmp_path):
     assert specs_in(tmp_path, prefix="layers.{i}.mixer") == found
 
 
-def test_unknown_part_is_not_read_as_another(tmp_path):
+def test_unknown_part_stays_unread(tmp_path):
     """Layers of an unknown vision part are not read with the configuration of the text part."""
     llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -254,7 +254,7 @@ VOICES = {
         of_t5,
         lambda layer, x, seen: layer.call(x, mask=seen)[
             0
-        ],  # `mask` of __call__ has another meaning in Keras
+        ],  # `mask` of __call__ has a different meaning in Keras
     ),
 }
 

@@ -96,7 +96,7 @@ def any_values(shape, dtype, rng):
 
 
 def in_memory(x, order):
-    """The same values with another order in memory."""
+    """The same values in a different order in memory."""
     if order == "F":
         return np.asfortranarray(x)
     return np.repeat(x, 2, axis=-1)[..., ::2] if order == "strided" else x

@@ -481,7 +481,7 @@ def test_foreign_stack_on_second_axis(tmp_path, rng, size):
     ids=["rope", "padded", "tensors"],
 )
 def test_edited_table_reads_no_older_file(tmp_path, changes):
-    """A file of a table is not read by another one of that name, but by an equal one."""
+    """A file of a table is not read by a different one of that name, but by an equal one."""
     spec = PLAIN.replace(**NO_BIASES)
     weights = random_weights(spec)
     register_layout(changed())
@@ -559,7 +559,7 @@ def changed(**changes):
 
 
 def with_tensor(name="q", **changes):
-    """A good table with another entry of a tensor."""
+    """A good table with one more entry of a tensor."""
     entry = {**GOOD["tensors"].get(name, {}), **changes}
     return changed(tensors={**GOOD["tensors"], name: entry})
 

@@ -273,7 +273,9 @@ def test_missing_ranks_raise(meta, tmp_path):
 
 
 def test_inconsistent_ranks_raise(meta):
-    """A rank whose norm has other values or another shape, or that equals another rank, raises."""
+    """A rank whose norm has other values or a different shape, or that equals another rank,
+    raises.
+    """
     folder, _ = meta
     last = folder / "consolidated.03.pth"
     tensors = torch.load(last)

@@ -1080,7 +1080,7 @@ def test_differing_layer_is_found_by_taps(what):
 
 def test_taps_need_the_same_inputs():
     """Different inputs are reported as such; an empty
-    recording or another batch size raises an error.
+    recording or a different batch size raises an error.
     """
     model = of_six_layers("llama")
     with parity.tap(model) as one:

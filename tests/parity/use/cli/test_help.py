@@ -382,7 +382,7 @@ def test_quiet_prints_only_errors(tmp_path, capsys):
 
 def test_project_sets_options(tmp_path, monkeypatch, capsys):
     """[tool.mha-parity] of the nearest pyproject.toml sets options of all commands that have them,
-    and of one; the command line overrides them, and an unknown name or a value of another type is
+    and of one; the command line overrides them, and an unknown name or a value of the wrong type is
     an error.
     """
     (tmp_path / "below").mkdir()

@@ -169,7 +169,7 @@ def test_other_python_shares_the_cores(tmp_path, monkeypatch):
         elsewhere.wait()
 
 
-# ---- Another Python ------------------------------------------------------------------------------
+# ---- A second Python -----------------------------------------------------------------------------
 
 CASES_ELSEWHERE = ["--cases", "rope-gqa", "--grad", "--dtypes", "float32,bfloat16"]
 

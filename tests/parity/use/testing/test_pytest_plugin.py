@@ -247,7 +247,7 @@ def test_invalid_comparisons_fail(what):
     ],
 )
 def test_unusable_same_precision_fails(same_precision, words):
-    """A `same_precision` with another shape or dtype, or with NaN, fails with this reason."""
+    """A `same_precision` with the wrong shape or dtype, or with NaN, fails with this reason."""
     assert re.search(words, why(ONE.copy(), ONE.astype(np.float64), same_precision=same_precision))
 
 
