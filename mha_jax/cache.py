@@ -110,7 +110,7 @@ class Cache:
 
         Raises:
             TypeError: if the capacity is not an integer.
-            ValueError: if the capacity is below that of this cache.
+            ValueError: if the capacity is below this cache's.
         """
         check_count("capacity", capacity, minimum=self.capacity)
         added = [(0, 0), (0, 0), (0, capacity - self.capacity), (0, 0)]
@@ -129,7 +129,8 @@ class Cache:
 
         Raises:
             TypeError: if the lengths are not integers.
-            ValueError: if a length is negative or above that of its sequence, and both are known.
+            ValueError: if a length is negative or above the length of its sequence, and both are
+                known.
         """
         if isinstance(lengths, int):
             lengths = [lengths] * self.lengths.shape[0]
@@ -140,7 +141,7 @@ class Cache:
             if bool((shorter > old_lengths).any()):
                 raise InputError(
                     "lengths",
-                    "not exceed those of the cache",
+                    "not exceed the lengths of the cache",
                     f"lengths={shorter.tolist()} and {old_lengths.tolist()}",
                 )
         lengths = jnp.minimum(jnp.asarray(lengths, jnp.int32), self.lengths)
@@ -389,8 +390,8 @@ def check_cache(
 
 
 def check_cached_input(x: Array, cache: Cache, spec: AttentionSpec) -> None:
-    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
-    the cache.
+    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size differs from
+    the cache's.
     """
     if x.shape[0] != cache.lengths.shape[0]:
         raise InputError(

@@ -73,8 +73,8 @@ def check_lengths(
     """Reject lengths that are not one integer in 0..maximum per sequence.
 
     Returns:
-        Lengths if known: under jit those of an array are not, and on an accelerator they are not
-        read.
+        Lengths if known: under jit the lengths of an array are not, and on an accelerator they are
+        not read.
     """
     if isinstance(lengths, jax.Array):
         array = lengths
@@ -102,7 +102,7 @@ def check_lengths(
 
 
 def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
-    """Reject weights whose names or shapes are not exactly those of the layer."""
+    """Reject weights whose names or shapes do not match the layer exactly."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise InputTypeError(
@@ -137,9 +137,7 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
 def check_score_weights(
     weights: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Reject weights that change scores if their names or shapes are not exactly those of the
-    layer.
-    """
+    """Reject weights that change scores if their names or shapes do not match the layer exactly."""
     check_names("learned", weights, shapes)
     for name, shape in shapes.items():
         check_weight(name, weights[name], shape)

@@ -147,7 +147,7 @@ class Projection(nnx.Linear):
     def __call__(
         self, inputs: Float[Array, "B T d_in"], out_sharding: Any = None
     ) -> Float[Array, "B T d_out"]:
-        """Return x @ kernel + bias, in `dtype`; default: that of x."""
+        """Return x @ kernel + bias, in `dtype`; default: the dtype of x."""
         del out_sharding  # argument of nnx.Linear; here the sharding follows from the inputs
         bias = None if self.bias is None else self.bias[...]
         inputs, kernel, bias = cast((inputs, self.kernel[...], bias), self.dtype)
@@ -399,7 +399,7 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Array, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and
+        Errors and other arguments are as in `MultiHeadAttention`, with x as query, key and
         value.
 
         Args:

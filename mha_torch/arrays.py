@@ -75,8 +75,8 @@ def _on_gpu(
 
 
 def is_transformed() -> bool:
-    """Return whether a transform such as `vmap`, or a mode such as that of fake tensors, intercepts
-    operations.
+    """Return whether a transform such as `vmap`, or a mode such as the mode of fake tensors,
+    intercepts operations.
     """
     return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
 
@@ -123,7 +123,7 @@ def zero_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Ten
 
 
 def nan_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming
+    """Return x with NaN at `where`; the gradient passes unchanged, NaN only if the incoming
     one is NaN.
     """
     return x + replicate_like(torch.where(where, torch.nan, 0.0).to(x.dtype), x)

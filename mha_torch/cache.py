@@ -45,8 +45,7 @@ class Cache:
     def is_written_over(self) -> bool:
         """True if a step has returned a cache with the same storage, and more tokens in it.
 
-        Lengths that were written in place since then are those of a user with one cache for all
-        steps.
+        Lengths that were written in place since then come from a user with one cache for all steps.
         """
         if self._written_over_at is None:
             return False
@@ -132,7 +131,7 @@ class Cache:
 
         Raises:
             TypeError: if the capacity is not an integer.
-            ValueError: if the capacity is below that of this cache.
+            ValueError: if the capacity is below this cache's.
         """
         check_not_written_over(self)
         check_count("capacity", capacity, minimum=self.capacity)
@@ -151,7 +150,8 @@ class Cache:
 
         Raises:
             TypeError: if the lengths are not integers.
-            ValueError: if a length is negative or above that of its sequence, and both are known.
+            ValueError: if a length is negative or above the length of its sequence, and both are
+                known.
         """
         check_not_written_over(self)
         batch_size = self.lengths.shape[0]
@@ -165,7 +165,7 @@ class Cache:
             and requested_lengths is not None
             and any(new > old for new, old in zip(requested_lengths, cached_lengths, strict=True))
         ):
-            rule = "not exceed those of the cache"
+            rule = "not exceed the lengths of the cache"
             raise InputError("lengths", rule, f"lengths={requested_lengths} and {cached_lengths}")
         new_lengths = torch.minimum(
             as_lengths(lengths, self.lengths.device).to(self.lengths.dtype), self.lengths
@@ -521,8 +521,8 @@ def check_cache(
 
 
 def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
-    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
-    the cache.
+    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size differs from
+    the cache's.
     """
     if x.shape[0] != cache.lengths.shape[0]:
         raise InputError(
@@ -539,7 +539,7 @@ def check_appended(
     """Reject new keys and values (B, K, T, H) that do not fit the cache or its capacity.
 
     Returns:
-        Lengths of the cache, if these and those of the new tokens are known.
+        Lengths of the cache, if these and the lengths of the new tokens are known.
     """
     check_is_cache(cache, KVCache)
     check_cache(cache.keys, cache.values, key, value)
@@ -556,7 +556,7 @@ def check_room(
     """Reject more new tokens than free slots: they would be written out of bounds.
 
     Returns:
-        Lengths of the cache, if these and those of the new tokens are known.
+        Lengths of the cache, if these and the lengths of the new tokens are known.
     """
     batch_size = cache.lengths.shape[0]
     capacity = cache.capacity

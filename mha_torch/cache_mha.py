@@ -70,7 +70,7 @@ def multi_head_attention_with_cache(
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
-    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
+    Results, errors and other arguments are as in `MultiHeadAttentionWithCache`.
 
     Args:
         weights: see `multi_head_attention`.
@@ -230,8 +230,8 @@ def _slots_in_reach(
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:
-    """Return the cache dtype of a module with this weight: that of autocast if it is on, else of
-    the weight.
+    """Return the cache dtype of a module with this weight: autocast's if it is on, else the
+    weight's.
     """
     if is_autocast_on(weight.device) and weight.dtype != torch.float64:  # autocast skips float64
         return torch.get_autocast_dtype(weight.device.type)
@@ -256,8 +256,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: floating-point dtype of keys and values; default: that of autocast if on, else of
-                the weights.
+            dtype: floating-point dtype of keys and values; default: autocast's if it is on, else
+                the weights'.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.

@@ -87,7 +87,7 @@ def check_lengths(
     """Reject lengths that are not one integer in 0..maximum per sequence.
 
     Returns:
-        Lengths if known; those of a list are, even in a compiled graph.
+        Lengths if known; the lengths of a list are, even in a compiled graph.
     """
     if isinstance(lengths, (list, tuple)) and all(type(length) is int for length in lengths):
         shape = (len(lengths),)
@@ -118,7 +118,7 @@ def _as_tensor(name: str, lengths: Sequence[int]) -> Tensor:
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
-    """Reject weights whose names or shapes are not exactly those of the layer."""
+    """Reject weights whose names or shapes do not match the layer exactly."""
     check_spec(spec)
     check_names("weights", weights, spec.stored_shapes)
     first = next(iter(spec.stored_shapes))
@@ -135,9 +135,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
 def check_score_weights(
     weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], query: Tensor
 ) -> None:
-    """Reject weights that change scores if their names or shapes are not exactly those of the
-    layer.
-    """
+    """Reject weights that change scores if their names or shapes do not match the layer exactly."""
     check_names("learned", weights, shapes)
     for name, shape in shapes.items():
         check_weight(name, weights[name], shape)

@@ -130,7 +130,7 @@ class Cache:
 
         Raises:
             TypeError: if the capacity is not an integer.
-            ValueError: if the capacity is below that of this cache.
+            ValueError: if the capacity is below this cache's.
         """
         check_not_written_over(self)
         check_count("capacity", capacity, minimum=self.capacity)
@@ -150,7 +150,7 @@ class Cache:
 
         Raises:
             TypeError: if the lengths are not integers.
-            ValueError: if a length is negative or above that of its sequence.
+            ValueError: if a length is negative or above the length of its sequence.
         """
         check_not_written_over(self)
         if isinstance(lengths, (int, np.integer)):
@@ -160,7 +160,7 @@ class Cache:
         if (lengths > self.lengths).any():
             raise InputError(
                 "lengths",
-                "not exceed those of the cache",
+                "not exceed the lengths of the cache",
                 f"lengths={lengths.tolist()} and {self.lengths.tolist()}",
             )
         first = next(iter(self.slots.values()))
@@ -472,8 +472,8 @@ def check_cache(
 
 
 def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
-    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
-    the cache.
+    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size differs from
+    the cache's.
     """
     check_tiles("x", x)
     dtype = next(iter(cache.slots.values())).dtype

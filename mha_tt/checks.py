@@ -150,7 +150,7 @@ def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
-    """Reject weights whose names or shapes are not exactly those of the layer."""
+    """Reject weights whose names or shapes do not match the layer exactly."""
     check_spec(spec)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, projection in spec.projections.items():
@@ -183,9 +183,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
 def check_score_weights(
     weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], query: Tensor
 ) -> None:
-    """Reject weights that change scores if their names or shapes are not exactly those of the
-    layer.
-    """
+    """Reject weights that change scores if their names or shapes do not match the layer exactly."""
     check_names("learned", weights, shapes)
     for name, shape in shapes.items():
         check_weight(name, weights[name], score_weight_shape(name, shape, query.shape[3]))
@@ -335,7 +333,7 @@ def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope
             raise InputError(
                 "positions",
                 f"be (B or 1, T) = ({batch_size} or 1, {seq_len})",
-                f"those of {counts}",
+                f"a Rotation for {counts}",
             )
         return
     is_flat = getattr(positions, "ndim", 2) == 2

@@ -353,7 +353,7 @@ def read_back(tensor: ttnn.Tensor) -> np.ndarray:
                 "tensor",
                 "be the same on all chips to be read as one",
                 f"a different value on chip {chip} and shape={tuple(tensor.shape)}",
-                hint="mha_tt.download_parts gives those of each",
+                hint="mha_tt.download_parts returns the tensor of each",
             )
     return first
 

@@ -47,7 +47,7 @@ def multi_head_attention(
 ) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
-    Results, errors and other arguments are those of `MultiHeadAttention`.
+    Results, errors and other arguments are as in `MultiHeadAttention`.
 
     Args:
         weights: weights from `upload_weights`.

@@ -407,7 +407,7 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Tensor, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and
+        Errors and other arguments are as in `MultiHeadAttention`, with x as query, key and
         value.
 
         Args:

@@ -52,8 +52,8 @@ def shard(
         layer: any attention module of this package; changed in place.
         mesh: device mesh.
         heads: name of the mesh dimension that heads are divided over.
-        features: name of the mesh dimension for the other axis of each kernel; usually that of the
-            data.
+        features: name of the mesh dimension for the other axis of each kernel; usually the
+            dimension of the data.
         tokens: name of the mesh dimension that tokens are divided over. An explicit dimension
             follows from the types of arrays and can be omitted; for an automatic one a
             `ContextParallel` wraps `layer.kernel`.
@@ -252,13 +252,13 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
     if spec.shared_kv and size > 1:
         raise InputError(
             "shared_kv",
-            "be False to be divided, since the keys are those of another layer",
+            "be False to be divided, since the keys come from another layer",
             shared_kv=True,
         )
     if spec.fused_qkv and size > 1:
         raise InputError(
             "fused_qkv",
-            "be False to be divided, since columns of qkv_proj are those of all q, then k, then v",
+            "be False to be divided, since the columns of qkv_proj hold all of q, then k, then v",
             fused_qkv=True,
             hint="a layer with three projections takes the same weights (parity.load_into)",
         )

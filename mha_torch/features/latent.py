@@ -129,8 +129,8 @@ def expand_latents(
 def absorb_keys(
     q: Float[Tensor, "B N T H"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
 ) -> Float[Tensor, "B N T W"]:
-    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the
-    expanded keys.
+    """Absorb kv_b_proj into queries: their dot products with latents equal the products of q with
+    the expanded keys.
 
     Args:
         q: queries (B, N, T, H).

@@ -191,8 +191,8 @@ def sees_any_between(
 def _may_overflow(
     of_query: Float[Tensor, "B N T 1"], of_key: Float[Tensor, "B K S 1"], factor: float
 ) -> Bool[Tensor, "B N T 1"]:
-    """Return whether the largest feature of a row times that of any key times a factor exceeds
-    float32.
+    """Return whether the largest feature of a row times the largest feature of any key times a
+    factor exceeds float32.
     """
     # Each is scaled by 2**-64, because the product itself may overflow.
     of_query, of_key = (x.float() * 2.0**-64 for x in (of_query, of_key))

@@ -79,7 +79,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
         segments = known_segments(query, mask)
         if segments is not None:
             return _attend_by_segment(query, key, value, segments, scores, is_causal=mask.is_causal)
-    # Blocks of queries share a bias that depends on distances only, as that of a grid does not.
+    # Blocks of queries share a bias that depends on distances only, unlike the bias of a grid.
     # Without causality it is faster to compute a relative bias at once.
     in_blocks = spec.alibi_slopes is not None or (
         isinstance(spec.relative_bias, RelativeBias) and mask.is_causal
@@ -125,8 +125,8 @@ def sdpa(
     dropout: float,
     scale: float,
 ) -> Tensor:
-    """Call PyTorch's function; also with sinks, and with values whose width differs from that of
-    the keys.
+    """Call PyTorch's function; also with sinks, and with values whose width differs from the
+    keys'.
     """
     dtype = query.dtype
     if sinks is not None:
@@ -280,7 +280,7 @@ def _attend_in_query_blocks(
     contexts = []
     shared = None
     last_begin = (seq_len_q - 1) // size * size
-    # The bias of the last_begin block contains that of all others.
+    # The bias of the last_begin block contains the bias of all others.
     if mask.has_only("is_causal") and scores.bias is None:
         stop = last_begin + (size if mask.is_causal else seq_len_k)
         q_offset = torch.full((1,), last_begin, device=query.device)
@@ -411,7 +411,7 @@ def concat(contexts: Sequence[Tensor], *, along_tokens: bool = False) -> Tensor:
 def check_context_parallel(
     mask: Mask, scores: Scores, positions: Tensor | None, *, need_weights: bool
 ) -> None:
-    """Reject arguments that torch's `context_parallel`, if on, would read as those of local
+    """Reject arguments that torch's `context_parallel`, if on, would read as arguments of local
     tokens.
     """
     kernel = F.scaled_dot_product_attention  # which `context_parallel` replaces

@@ -208,8 +208,8 @@ def absorb_keys(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T W"]:
-    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the
-    expanded keys.
+    """Absorb kv_b_proj into queries: their dot products with latents equal the products of q with
+    the expanded keys.
 
     Args:
         q: queries (B, N, T, H).

@@ -621,7 +621,7 @@ class Blocks:
     def add_to_bias(
         self, grad: Array, grad_scores: Array, tile: Tile, rows: Rows, keys: Keys
     ) -> Array:
-        """Add the gradient of a block of scores, (P, s, G t), to that of the bias."""
+        """Add the gradient of a block of scores, (P, s, G t), to the gradient of the bias."""
         start, sizes = self._place(grad, tile, rows, keys)
         grad_scores = grad_scores.reshape(*tile.shape, keys.size, self.group_size, -1)
         summed = [axis for axis, size in enumerate(sizes) if size == 1]
