@@ -78,9 +78,9 @@ class AttentionSpec(Record):
             output.
         fused_qkv: store one qkv_proj (rows of q, then k, then v) instead of three projections;
             results are equal.
-        shared_kv: the layer has no projections of keys and values: a call receives those of another
-            layer, after its norms and RoPE. Biases, norms and a clip of q, k and v then apply to q
-            alone.
+        shared_kv: the layer has no projections of keys and values: a call receives the keys and
+            values of another layer, after its norms and RoPE. Biases, norms and a clip of q, k and
+            v then apply to q alone.
         latent: latents from which keys and values of all heads are expanded (MLA), or None. With
             latents qkv_bias applies to q_a_proj (or q_proj) and kv_a_proj.
         qk_norm: norm of queries and keys, or None. `q_norm` and `k_norm` have separate weights.
@@ -432,8 +432,8 @@ class AttentionSpec(Record):
 
     @property
     def qkv_projections(self) -> dict[str, Projection]:
-        """Unfused input projections: q_proj, k_proj and v_proj; those of latents; or q_proj alone
-        with shared_kv.
+        """Unfused input projections: q_proj, k_proj and v_proj; the projections of latents; or
+        q_proj alone with shared_kv.
         """
         if self.latent is not None:
             return self._latent_projections(self.latent)

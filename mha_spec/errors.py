@@ -101,7 +101,7 @@ class InputError(ValueError):
         return type(self), (self.argument, self.rule), fields
 
     def renamed(self, rename: Callable[[str, Any], tuple[str, Any]]) -> Self:
-        """Return a copy with other names, such as those of a command line.
+        """Return a copy with other names, such as the options of a command line.
 
         Names that start with "-" are printed as flags: `--num-heads 4`, and `--fill-bias` for True.
 
