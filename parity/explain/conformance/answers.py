@@ -198,8 +198,8 @@ class Conformance(JsonRecord):
 
     @property
     def not_examined(self) -> list[str]:
-        """Return the requested dtypes in which no question called the subject; the first is that of
-        plain calls.
+        """Return the requested dtypes in which no question called the subject; the first is the
+        dtype of plain calls.
         """
         if self.missing:
             return []

@@ -305,8 +305,8 @@ def framework_of(target: Any) -> str | None:
 
 
 def _imported_framework(target: Any) -> str | None:
-    """Return the framework that a function's own module imports, otherwise that of the modules it
-    uses.
+    """Return the framework that a function's own module imports, otherwise the framework of the
+    modules it uses.
     """
     function = inspect.unwrap(getattr(target, "func", target))
     if not hasattr(function, "__globals__"):

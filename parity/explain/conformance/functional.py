@@ -75,7 +75,7 @@ def cast_in_jax(leaf: Any, dtype: str) -> Any:
 
 
 def _cast_in_torch(tree: Any, dtype: str) -> Any:
-    """Return a tree with its arrays as tensors, those of floating-point numbers in a dtype."""
+    """Return a tree with its arrays as tensors, floating-point ones in a dtype."""
     import torch
 
     def cast(_: Any, leaf: Any) -> Any:

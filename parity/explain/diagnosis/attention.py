@@ -49,7 +49,7 @@ def attention_in(trace: Trace, stage: str | None = None) -> tuple[str, np.ndarra
 
     Args:
         trace: the trace.
-        stage: one of its stages `attn_weights`; by default that of the last step.
+        stage: one of its stages `attn_weights`; by default of the last step.
 
     Raises:
         ValueError: if the trace has no such stage.

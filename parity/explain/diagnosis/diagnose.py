@@ -556,7 +556,7 @@ def parameter_of_cache(function: Callable[..., Any]) -> str:
     It is None in the first call, and then what the previous call returned as its second value. A
     function without such a parameter, for which this is empty, has its cache in itself.
     """
-    # The signature of a torch module's call is that of any module.
+    # The signature of a torch module's call is the same for any module.
     call = getattr(function, "forward", function)
     try:
         parameters = inspect.signature(call).parameters

@@ -1,4 +1,6 @@
-"""The dropout of observed attention weights, and that of a backward pass that draws it again."""
+"""The dropout of observed attention weights, and the dropout of a backward pass that draws it
+again.
+"""
 
 from __future__ import annotations
 

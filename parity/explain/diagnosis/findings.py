@@ -84,8 +84,8 @@ class Finding(JsonRecord):
         nearest: for an unexplained stage, the edits that reduce its error most: descriptions, and
             the remaining error.
         num_tried: for an unexplained stage, the number of known bugs that were tried on it.
-        follows: stages that are wrong because of the same cause, in order; the last may be those of
-            a module's own paths, which are not searched after an unknown cause.
+        follows: stages that are wrong because of the same cause, in order; the last may be stages
+            of a module's own paths, which are not searched after an unknown cause.
         part: the part of a module that it is in, with a colon; empty for the stage functions.
     """
 

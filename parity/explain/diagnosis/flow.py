@@ -105,7 +105,7 @@ def flow_of(problem: Problem) -> list[Flow]:
         names = STEPS_OF_A_CALL
     flows = []
     values = _RecordedValues()
-    # The steps of a layer with a cache are those of one call after the other.
+    # The steps of a layer with a cache come one call after the other.
     for name, step in zip(itertools.cycle(names), steps):
         layer.names_called.clear()
         values.names_read.clear()

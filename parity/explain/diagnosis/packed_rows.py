@@ -27,7 +27,7 @@ class RowOrder:
             `axes`, a different order of the axes of heads, features and projections.
         letters: the order of the projections.
         words: a description.
-        rows: for each packed row its number among those of the projections, one after the other.
+        rows: for each packed row its number among the rows of the projections, one after the other.
         blocks: the number of blocks.
     """
 

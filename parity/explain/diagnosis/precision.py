@@ -2,8 +2,8 @@
 narrower dtype.
 
 The size of an error proves nothing: the budget of a narrower dtype would explain nearly anything.
-The reference with the loss must reproduce the values, and those of a layer in a narrower dtype must
-also be numbers of that dtype.
+The reference with the loss must reproduce the values, and the values of a layer in a narrower dtype
+must also be numbers of that dtype.
 """
 
 from __future__ import annotations

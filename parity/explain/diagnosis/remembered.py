@@ -134,7 +134,7 @@ class Remembered:
     def _product_of_rows(
         self, side: str, layer: ChangedLayer, x: np.ndarray, weight: np.ndarray
     ) -> np.ndarray | None:
-        """Return an input times a weight whose rows are those of the problem's weights.
+        """Return an input times a weight whose rows come from the problem's weights.
 
         Known products have them already. None if the weight has other rows.
         """

@@ -622,9 +622,9 @@ class _Question:
         """Return True if more edits leave only rounding in the stage."""
         trial = self.trial
         edits = (*self.edits, *added)
-        # The budget of each edited layer is expensive; that of the right layer is close to it. Not
-        # so for lost precision, but a bug that explains much less than nearly all may be the loss
-        # in another part.
+        # The budget of each edited layer is expensive; the budget of the right layer is close to
+        # it. Not so for lost precision, but a bug that explains much less than nearly all may be
+        # the loss in another part.
         if trial.judgement(self.stage, edits, quick=True).ratio > FAR_OFF:
             return False
         first, *others = added
@@ -772,7 +772,7 @@ def _is_among(bug: Edit, injected: Collection[tuple[str, str, frozenset[int] | N
 
 
 def _without_needless_limits(question: _Question, explaining: list[Edits]) -> list[Edits]:
-    """Return the bugs that explain a stage without those of some calls alone that explain no more
+    """Return the bugs that explain a stage without bugs of some calls alone that explain no more
     than a bug of every call, which is simpler.
 
     A bug of every call that leaves other calls wrong also has a form for some calls, which stays.

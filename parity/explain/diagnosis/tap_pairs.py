@@ -42,7 +42,7 @@ class LayerDifference(JsonRecord):
         names: of the modules.
         tokens: number of tokens, over all sequences, that both have.
         errors: by stage, and for `input` and `key_input`: root mean square of the difference,
-            relative to that of the first. Infinite if shapes differ.
+            relative to the root mean square of the first. Infinite if shapes differ.
         grows: the stages that are further apart than the input explains, in order.
     """
 
@@ -192,7 +192,7 @@ def _pairs(one: Tapped, other: Tapped) -> tuple[list[tuple[TappedLayer, TappedLa
 
 
 def _called_layers(tapped: Tapped) -> dict[tuple[int, int], TappedLayer]:
-    """Return the layers that were called, by their index and their number among those of one
+    """Return the layers that were called, by their index and their number among the layers of one
     index: encoders and decoders may have the same.
     """
     layers: dict[tuple[int, int], TappedLayer] = {}
@@ -372,7 +372,9 @@ def _squares(x: np.ndarray, y: np.ndarray) -> _Squares:
 
 
 def _relative_error(parts: list[_Squares]) -> float:
-    """Return the root mean square of a difference over that of the first of the two."""
+    """Return the root mean square of a difference over the root mean square of the first of the
+    two.
+    """
     difference, size = 0.0, 0.0
     for part in parts:
         difference += part.difference * part.num_values

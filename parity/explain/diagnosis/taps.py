@@ -386,8 +386,8 @@ def _compared(
 def _of_other_keys(
     sequences: Sequences, reference: Reference, backend: str, arithmetic: str
 ) -> list[Comparison]:
-    """Return the keys and values of another sequence in later calls that differ from those of the
-    first call.
+    """Return the keys and values of another sequence in later calls that differ from the first
+    call's.
     """
     if not sequences.is_cross:
         return []

@@ -287,8 +287,8 @@ class AttentionFinder:
         return self.linears[nearest.pop()]
 
     def _output_projection(self, context: int) -> tuple[Linear | None, tuple[Linear, ...]]:
-        """Return the projection that receives a context, and those of gates; none if the context is
-        a result.
+        """Return the projection that receives a context, and the projections of gates; none if the
+        context is a result.
 
         Raises:
             ValueError: if the context is used otherwise.

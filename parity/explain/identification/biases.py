@@ -151,7 +151,7 @@ def fit_relative_bias(
 
     Args:
         added: numbers added to scores.
-        tables: arrays by name, including those of shape (num_buckets, N).
+        tables: arrays by name, including arrays of shape (num_buckets, N).
         max_distances: candidates, the likeliest first.
     """
     distances = added.distances

@@ -17,7 +17,7 @@ as much.
 
 
 def without_call_mask(layer: ObservedLayer, fitted: FittedLayer) -> ObservedLayer:
-    """Return a layer with those of its sequences alone whose keys its mask does not hide.
+    """Return a layer with only the sequences whose keys its mask does not hide.
 
     Args:
         layer: the observed layer.

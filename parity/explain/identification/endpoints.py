@@ -165,7 +165,7 @@ def _arguments_of_zeros(
 
 
 def _describe_output(layer: ObservedLayer, attention_output: Described) -> str:
-    """Describe how the module computes its output from that of attention."""
+    """Describe how the module computes its output from the output of attention."""
     reached = [attention_output]
     for _ in range(MOST_STEPS):
         further: list[Described] = []

@@ -148,7 +148,7 @@ def _fit_projections(
     fit_clip(layer, layer.linears(), fitted)
     source = _source_of_keys(layer, ropes, fitted, others)
     if source is not None:
-        how = f"keys and values are those of {source.tapped.name}, bit for bit"
+        how = f"keys and values are shared with {source.tapped.name}, bit for bit"
         fitted.add("shared_kv", True, how)
         fitted.received = describe_source(layer, others)
     q = _HeadFit(layer, "q", ropes, config, fitted).fit()
@@ -363,7 +363,7 @@ class _HeadFit:
         if part == "q" and rope is not None:
             how = "angles of pairs of queries and keys, before and after"
             if rope.sections is not None:
-                how += "; they are those of integers on each axis"
+                how += "; they belong to integers on each axis"
             self.fitted.evidence.append(Evidence("rope", rope, how, num_tokens))
         if part == "q":
             is_default_scale = math.isclose(traced.factor, head_dim**-0.5)
@@ -375,7 +375,7 @@ class _HeadFit:
 
 
 def _check_axes(layer: ObservedLayer, rope: Rope | None) -> None:
-    """Reject RoPE whose axes differ from those of the model's positions."""
+    """Reject RoPE whose axes differ from the axes of the model's positions."""
     positions = layer.values.get("positions")
     if rope is None or positions is None:
         return

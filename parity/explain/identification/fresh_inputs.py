@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 Method = Literal["drawn", "permuted", "tokens permuted"]
-"""How other inputs are made. Integers are drawn from those of the input, or permuted: placeholders
-of images may need their number. Or the tokens of each input are permuted: their features may hold
-places.
+"""How other inputs are made. Integers are drawn from the integers of the input, or permuted:
+placeholders of images may need their number. Or the tokens of each input are permuted: their
+features may hold places.
 """
 
 METHODS: tuple[Method, ...] = ("drawn", "permuted", "tokens permuted")

@@ -192,8 +192,8 @@ class _Experiment:
 def with_segments(layer: ObservedLayer, fitted: FittedLayer) -> ObservedLayer:
     """Return a layer with the segments that its call passes, or without any.
 
-    Segments that no argument of the call determines are hidden keys like others, such as those of
-    chunks.
+    Segments that no argument of the call determines are hidden keys like others, such as keys in
+    other chunks.
 
     Raises:
         ValueError: if the layer attends within others.
@@ -219,7 +219,7 @@ def _with_segments_of(layer: ObservedLayer, name: str) -> ObservedLayer:
     ids = np.broadcast_to(ids, (batch_size, num_tokens))
     observed_ids = layer.values.get(SEGMENTS, ids)
     if not np.array_equal(_same_segments(observed_ids), _same_segments(ids)):
-        raise InputError("segments", f"be those of {name}", "others")
+        raise InputError("segments", f"agree with {name}", "others")
     return layer.with_values({**layer.values, SEGMENTS: ids.copy()})
 
 
@@ -238,7 +238,7 @@ def _segments_in(mask: np.ndarray) -> np.ndarray | None:
     """Return the segment of each token, (B, T), by a mask (B, heads, T, S) that hides other
     segments alone; else None.
 
-    Causal masks that hide earlier chunks too are those of a specification.
+    Causal masks that hide earlier chunks too belong to a specification.
     """
     hidden = is_hidden(mask)
     if hidden.shape[2] != hidden.shape[3] or not (hidden == hidden[:, :1]).all():

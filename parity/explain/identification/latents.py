@@ -112,7 +112,7 @@ def fit_latents(layer: ObservedLayer, fitted: FittedLayer, q: Traced, k: Traced,
         rule = "be made by one projection with the shared part of keys"
         raise InputError("latents", rule, "several")
 
-    # All heads share the rotated features of keys: those of the first head stand for all.
+    # All heads share the rotated features of keys: the features of the first head stand for all.
     k_rotated = shared_keys.places_by_head[0]
     q_places = q.places_by_head
     order = _interleaved_order(fitted.fields.get("rope"), k_rotated, q_places[:, own_dim:])

@@ -48,7 +48,7 @@ class LiveLayer(JsonRecord):
         not_ruled: why no rules describe it; empty if rules do.
         refusal: why it has no specification; empty if it has one.
         comparisons: comparison of each recorded stage with the reference; empty if its inputs or
-            its output are not those of attention.
+            its output do not belong to attention.
         identification: result of observation alone.
     """
 

@@ -120,7 +120,7 @@ def norm_of(submodule: Submodule, over: Literal["head", "width"]) -> tuple[Norm,
 
 
 def _may_be_norm(submodule: Submodule, parameters: Weights, *, per_head: bool) -> bool:
-    """Return whether parameters have the shapes of those of a norm."""
+    """Return whether parameters have the shapes of a norm's."""
     width = submodule.input.shape[-1:]
     if any(x.shape[-1:] != width for x in parameters.values()):
         return False

@@ -179,7 +179,7 @@ class FlaxObserver:
             self.refusals[module] = "no softmax between two products was seen in its call"
 
     def _name_of(self, leaves: Sequence[str]) -> str:
-        """Return a name for a layer with these parameters, unlike those of earlier layers."""
+        """Return a name for a layer with these parameters, unlike the names of earlier layers."""
         name = ""
         if leaves:
             name = self.model.owner(leaves)

@@ -238,7 +238,7 @@ def _are_several_axes(positions: np.ndarray) -> bool:
 
 
 def _ropes_on_axes(candidates: list[Rope], layout: PairLayout, head_dim: int) -> Iterator[Rope]:
-    """Yield RoPE on two and three axes, and on those of a configuration, with its bases and with
+    """Yield RoPE on two and three axes, and on the axes of a configuration, with its bases and with
     usual ones.
     """
     num_pairs = layout.num_pairs(head_dim)
@@ -301,7 +301,7 @@ def positions_of(
     error = np.abs(expected - factors).max()
     if not error <= tolerance:
         rule = f"turn pairs by integers on {len(sections)} axes"
-        raise InputError("rope", rule, f"{error:.2g} from those of {rope}")
+        raise InputError("rope", rule, f"{error:.2g} from the angles of {rope}")
     return positions
 
 

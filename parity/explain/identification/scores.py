@@ -205,7 +205,7 @@ def _fit_constant_bias(
         got = f"numbers up to {np.abs(added.values).max():.2g}"
         raise InputError("numbers added to scores", rule, got)
     bias, name = relative
-    how = f"numbers that are added to scores are those of {name}"
+    how = f"{name} is added to scores"
     fitted.add("relative_bias", bias, how, up_to=num_tokens)
     fitted.weights["relative_bias"] = tables[name]
     fitted.names["relative_bias"] = name.removeprefix(f"{layer.tapped.name}.")

@@ -116,7 +116,7 @@ def with_different_axes(
 ) -> dict[str, Any] | None:
     """Return the inputs with positions that differ between axes, if they have several equal axes.
 
-    The positions are those of a video of 2 x 3 patches: time, row and column.
+    The positions belong to a video of 2 x 3 patches: time, row and column.
     """
     import torch
 

@@ -124,7 +124,8 @@ def _order_of_columns(
 ) -> list[int] | None:
     """Return the place of each column; None if one has none.
 
-    Among places with the same bits, the one that follows that of the previous column is preferred.
+    Among places with the same bits, the one that follows the place of the previous column is
+    preferred.
     """
     order: list[int] = []
     following = 0

@@ -98,7 +98,7 @@ class OrderTrial:
     only_first_group: bool
 
     def shows_attention(self, right: Any) -> bool:
-        """Return whether the output depends on the projections as that of attention does.
+        """Return whether the output depends on the projections as the output of attention does.
 
         Args:
             right: the output without zeros.
@@ -119,7 +119,7 @@ class OrderTrial:
         """Return the output with some projections 0."""
         with _without_side_effects(self.candidate.call), user_code("the attention"):
             call = concrete_copy(self.candidate.call)
-            # The names and the order are those of the call that was copied.
+            # The names and the order come from the call that was copied.
             projections = replace(self.candidate, call=call, carrier=carrier_of(call))
             changed = {}
             for name in projections.order.places:

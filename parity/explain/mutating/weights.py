@@ -1,6 +1,6 @@
 """The projections of a call in canonical form, whatever their names, axes and packing.
 
-The names, axes and orders of heads are those of the layouts that `parity convert` knows, and the
+The names, axes and orders of heads come from the layouts that `parity convert` knows, and the
 usual names of parameters. If more than one order fits the names and shapes, `trials` calls the
 attention to find out which one it computes with.
 """
@@ -57,7 +57,7 @@ OUT_WEIGHT = ArrayRole("out", "weight")
 
 def roles_by_name() -> dict[str, ArrayRole]:
     """Return the roles of names in lower case, such as `q_proj.weight`, `wq` or
-    `self.query.kernel`: those of layouts, and usual ones.
+    `self.query.kernel`: the names of layouts, and usual ones.
     """
     roles: dict[str, ArrayRole] = {}
     for layout in LAYOUTS.values():
@@ -129,7 +129,7 @@ def named_in(carrier: Carrier) -> Named:
 
 
 def _layers_in(carrier: Carrier) -> dict[tuple[str, ...], Named]:
-    """Return the arrays that have roles, by the names before those of their roles.
+    """Return the arrays that have roles, by the names before the names of their roles.
 
     Raises:
         Unfit: if two arrays of a layer have the same role.
@@ -298,7 +298,7 @@ Shapes = dict[ArrayRole, tuple[int, ...]]
 
 
 def orders_of(call: Call, carrier: Carrier, named: Named) -> list[Order]:
-    """Return the orders that fit the names and shapes, those of layouts first.
+    """Return the orders that fit the names and shapes, the orders of layouts first.
 
     Raises:
         Unfit: if none does.
@@ -546,7 +546,8 @@ def _head_sizes(features: Mapping[str, int], heads: Heads) -> HeadSizes | None:
     """Return the heads from the features of each kernel; None if they cannot be divided so.
 
     Args:
-        features: the features of each kernel but those of its input, by the projections in it.
+        features: the features of each kernel except the features of its input, by the projections
+            in it.
         heads: what is stated about the heads.
     """
     for holds in features:
@@ -667,7 +668,7 @@ def projections_in(call: Call) -> list[Projections]:
     """Return the projections of a call, once for each order that fits them, likely ones first.
 
     Raises:
-        Unfit: if it has none with known names, or those of several layers.
+        Unfit: if it has none with known names, or the weights of several layers.
     """
     carrier = carrier_of(call)
     named = named_in(carrier)

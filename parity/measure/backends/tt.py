@@ -2,7 +2,7 @@
 
 Without a card or a simulator, cases run on a mock board, `MHA_TT_MOCK` (p150 by default), which
 validates all programs. Values are then those recorded from such a device for the same program
-(`ttnn_mock.replayed`), or else those of ttnn's golden functions (`ttnn_mock.shadow`).
+(`ttnn_mock.replayed`), or else the values of ttnn's golden functions (`ttnn_mock.shadow`).
 """
 
 from __future__ import annotations
@@ -283,8 +283,8 @@ def tutorial(problem: Problem) -> Any:
 
 
 def arithmetic() -> str:
-    """Return the arithmetic of the device; without one, or on a mock board, that of golden
-    functions.
+    """Return the arithmetic of the device; without one, or on a mock board, the arithmetic of
+    golden functions.
     """
     return "ieee" if mha_tt.target() in (None, "mock") else "tensix"
 

@@ -51,7 +51,7 @@ class Case:
         dtype: only dtype of the case, if it is specific to one.
         mask: keys to hide (True) in addition to others, boolean, broadcast to (B, N, T, S): for a
             prefix that sees itself, padding on the left, packed sequences. With a cache, S is the
-            number of slots, and T that of the tokens of all steps. A row without a visible key is
+            number of slots, and T the number of tokens of all steps. A row without a visible key is
             not compared: it is padding.
         position_ids: position of each token, instead of 0, 1, …: (B or 1, T), or (axes, B or 1, T)
             with sections; T as for `mask`.
@@ -222,7 +222,7 @@ class Case:
     def is_plain(self) -> bool:
         """Return whether the tutorial, `plain.py`, can express the case.
 
-        Its layers are those of the paper: as many key/value heads as query heads, d_model //
+        Its layers are as in the paper: as many key/value heads as query heads, d_model //
         num_heads wide, and nothing that changes the scores but a mask. Sequences with a cache all
         have the same length.
         """
@@ -271,7 +271,7 @@ class Case:
         return self.spec.has_positions and starts_elsewhere
 
     def positions(self, step: int | None = None) -> np.ndarray:
-        """Return the positions of all tokens, or of those of one call: (B or 1, T).
+        """Return the positions of all tokens, or of the tokens of one call: (B or 1, T).
 
         With sections they are (axes, B or 1, T): three axes are time, row and column of frames of 2
         x 3 patches; two are row and column of a picture three patches wide. Padding in a call has

@@ -85,7 +85,9 @@ def of_whole_heads(head_order: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def within_heads(feature_order: np.ndarray, num_heads: int) -> np.ndarray:
-    """Return the order of features that puts those of each head in an order: int, (N * H,)."""
+    """Return the order of features that puts the features of each head in an order: int, (N *
+    H,).
+    """
     head_dim = len(feature_order)
     first_features = np.arange(num_heads)[:, None] * head_dim
     return (first_features + np.asarray(feature_order)).reshape(-1)

@@ -109,7 +109,7 @@ class Problem:
         """
         x = self.inputs[name]
         lengths = self.case.key_padding_lengths
-        # Lengths are those of keys. Queries have them too in self-attention.
+        # Lengths are lengths of keys. Queries have them too in self-attention.
         is_of_keys = name != "query" or self.case.seq_len_k is None
         if lengths is None or not is_of_keys or np.isfinite(x).all():
             return x

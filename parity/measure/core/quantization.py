@@ -62,7 +62,7 @@ class CacheQuantization(Record):
         scale_per: group of numbers with a scale of its own: the whole `tensor`; a key/value `head`;
             a `channel`, which is a feature of a head; a `token` of a sequence, over all heads; or
             `token_head`, a head of a token.
-        value_scale_per: the group of values, if it differs from that of keys.
+        value_scale_per: the group of values, if it differs from the group of keys.
         before_rope: keys are stored before RoPE, and rotated when they are read.
         scale_dtype: dtype of the scales, and of minima.
         key_scales, value_scales: calibrated scales, instead of computed ones: 1 number for
@@ -70,7 +70,8 @@ class CacheQuantization(Record):
         zero_point: of integers: `none`; `minimum`, the smallest number of the group, as in KIVI; or
             `integer`, a multiple of the scale, so that 0 is stored exactly, as in ONNX.
         exact: tokens that a call attends to as they were computed, before they are rounded: `none`;
-            those of the first call during that call, `first_call`; or `new` ones of every call.
+            the tokens of the first call during that call, `first_call`; or `new` ones of every
+            call.
         residual_length: with `new`: tokens after the first call stay exact until they are as many.
 
     Raises:

@@ -278,7 +278,7 @@ def scratch_beside(target: Path) -> Iterator[Path]:
     in_use = _new_lock(scratch / IN_USE)
     try:
         # No other writer may list the scratch folders between the creation of this one and its
-        # lock: an unlocked one is taken for that of a killed process.
+        # lock: an unlocked one is taken for the lock of a killed process.
         with locked(target.parent):
             for leftover in target.parent.glob(f"{glob.escape(begin)}*{SCRATCH}"):
                 _clean_up_after_kill(leftover)
@@ -542,7 +542,7 @@ def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
     Raises:
         OSError: if a file cannot be written; its message names the file.
         FileExistsError: if one exists and `overwrite` is False.
-        ValueError: if a path is not that of a file, or two paths are of one file.
+        ValueError: if a path is not the path of a file, or two paths are of one file.
     """
     targets: dict[Path, Path] = {}
     for path in files:

@@ -116,7 +116,7 @@ class FileHints:
             prefix_of_stack = label.partition("[")[0]
             if prefix_of_stack not in prefixes:
                 missing.append(label)
-        # Layers are distinguished by identity, because those of two parts may be equal.
+        # Layers are distinguished by identity, because layers of two parts may be equal.
         model = self.model
         read_layers: set[int] = set()
         for label in labels:

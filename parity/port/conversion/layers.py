@@ -317,7 +317,8 @@ def layers_under(
         _check_values(layer)
     unread = unread_of(layers)
     if unread:
-        # The level is that of the caller of `load` or `convert_file`, above `Checkpoint.layers`.
+        # The level is the level of the caller of `load` or `convert_file`, above
+        # `Checkpoint.layers`.
         warnings.warn(_ignored_settings(unread, hints), IgnoredSettingsWarning, stacklevel=4)
     return layers
 
@@ -403,7 +404,9 @@ def _entry_at(
     size = f"a stack of {len(entries)}"
     if entries[0].index is None:
         size = "no stack"
-    raise InputError("prefix", f"be that of a layer in {file.path}", f"prefix={prefix!r} of {size}")
+    raise InputError(
+        "prefix", f"be the prefix of a layer in {file.path}", f"prefix={prefix!r} of {size}"
+    )
 
 
 def _check_values(layer: FileLayer) -> None:
@@ -433,7 +436,11 @@ def _no_layer(kind: type[InputError], file: TensorCache, prefix: str, layout: La
         )
     remedy = [{"prefix": pattern} for pattern in fitting]
     return kind(
-        "prefix", f"be that of a layer in {file.path}", prefix=prefix, remedy=remedy, hint=hint
+        "prefix",
+        f"be the prefix of a layer in {file.path}",
+        prefix=prefix,
+        remedy=remedy,
+        hint=hint,
     )
 
 
@@ -554,7 +561,7 @@ def _layer_by_shapes(
     try:
         spec = find_spec(shapes, layout, layer_hints)
     except ValueError:
-        # The heads of the configuration may be those of other layers, or of another model.
+        # The heads of the configuration may belong to other layers, or of another model.
         layer_hints = hints.without_heads_of_model(prefix)
         spec = find_spec(shapes, layout, layer_hints)
     layer_hints = replace(layer_hints, spec=spec)

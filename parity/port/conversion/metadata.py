@@ -272,8 +272,8 @@ archive: its length has 16 bits.
 def with_source(
     metadata: Mapping[str, str], file: TensorFile, suffix: str
 ) -> tuple[dict[str, str], list[str]]:
-    """Return metadata of a target, including that of its source, and the names of source entries
-    that were left out.
+    """Return metadata of a target, including the metadata of its source, and the names of source
+    entries that were left out.
 
     Entries of the target take precedence; its suffix limits how many fit.
     """

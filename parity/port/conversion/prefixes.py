@@ -136,7 +136,7 @@ class Names:
         return prefixes
 
     def _ending_with(self, ending: str) -> list[str]:
-        """Return the names whose last words are those of an ending."""
+        """Return the names whose last words are the words of an ending."""
         num_words = ending.count(".") + 1
         if num_words not in self._by_ending:
             self._by_ending[num_words] = self._by_last_words(num_words)

@@ -233,8 +233,8 @@ class LayerOperations:
         (softmax,) = self.softmaxes
         scores = [origin for origin in softmax.origins if isinstance(origin, Scores)]
         if len(scores) > 1:
-            # Scores of the shape of the weights are those of queries and keys. Others are products
-            # of vectors of distances, which may be fitted to the numbers.
+            # Scores of the shape of the weights are the products of queries and keys. Others are
+            # products of vectors of distances, which may be fitted to the numbers.
             shape = self.contexts[0].left.shape if len(self.contexts) == 1 else None
             scores = [origin for origin in scores if origin.product.result.shape == shape]
         if len(scores) != 1 or _has_softmax(softmax.origins):
@@ -427,7 +427,8 @@ def _heads(x: Tensor, batch_size: int, num_tokens: int, sizes: list[int]) -> Ten
 def _order_of_weights(softmax: Softmax, weights: Tensor) -> tuple[int, ...] | None:
     """Return the order of the softmax's axes in the weights that multiply values.
 
-    The softmax's axis comes last, since it is that of keys. None if the weights are not its result.
+    The softmax's axis comes last, since it is the axis of keys. None if the weights are not its
+    result.
     """
     other_axes = list(range(softmax.scores.ndim))
     other_axes.remove(softmax.axis)

@@ -97,7 +97,7 @@ class TappedLayer:
             if unknown.
         scale, window, soft_cap: arguments of its attention function: the factor of scores, the
             number of last tokens to attend to, and the bound of scores. Without such a function,
-            those of its operations; None if unknown.
+            the ones of its operations; None if unknown.
         cache: the class of transformers whose quantized cache it has, such as `Fp8QuantizedLayer`;
             empty for other caches.
         not_seen: why neither an attention function nor attention operations were observed; empty if
@@ -311,12 +311,12 @@ def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list
 
 
 def fits(pattern: str, name: str, class_name: str) -> bool:
-    """Return whether a pattern matches a module's name, or that of its class."""
+    """Return whether a pattern matches a module's name, or the name of its class."""
     return fnmatchcase(name, pattern) or fnmatchcase(class_name, pattern)
 
 
 def _contains_another(name: str, names: list[str]) -> bool:
-    """Return whether one of the names is that of a module inside this one; "" is the model."""
+    """Return whether one of the names belongs to a module inside this one; "" is the model."""
     if not name:
         return any(names)
     return any(other.startswith(f"{name}.") for other in names)

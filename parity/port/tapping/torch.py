@@ -53,7 +53,7 @@ def tap_torch(
 
     Args:
         model: the model.
-        patterns: names of modules or classes; None for those of attention.
+        patterns: names of modules or classes; None for attention modules.
         sees_functions: whether to also record operations inside attention functions, and whole
             function calls. Layers may then compute their results differently.
     """
@@ -301,7 +301,7 @@ class _TorchListener:
         stack.callback(handle.remove)
         for name, child in self.module.named_children():
             weight = getattr(child, "weight", None)
-            # A weight with two axes is that of a projection; norms have one.
+            # A weight with two axes belongs to a projection; norms have one.
             if isinstance(weight, Tensor) and weight.ndim == 2:
                 handle = child.register_forward_hook(functools.partial(self._projected, name))
                 stack.callback(handle.remove)
@@ -352,7 +352,7 @@ class _TorchListener:
         self.past = _num_cached(self.cache, self.layer.index)
         self.num_keys = 0
         if self.cache is not None and getattr(self.module, "is_kv_shared_layer", False):
-            # It has no keys of its own; the first layer has already appended those of this call.
+            # It has no keys of its own; the first layer has already appended the keys of this call.
             self.past = (_num_cached(self.cache, 0) or num_tokens) - num_tokens
 
     def _attends_to(self, other: Tensor, num_tokens: int) -> None:
@@ -378,7 +378,8 @@ class _TorchListener:
         """Record the positions of the layer or of the model, whichever have more axes."""
         recorded = None
         for x in (positions, self.model.positions):
-            # Without an axis of sequences, or of other tokens, such as those of the whole cache.
+            # Without an axis of sequences, or of other tokens, such as the tokens of the whole
+            # cache.
             if x is None or x.ndim < 2 or x.shape[-1] != num_tokens:
                 continue
             # A layer may receive the positions in the text only, without the axes of RoPE.
@@ -470,7 +471,7 @@ class _TorchListener:
     def _record_self_keys(
         self, name: str, cache_name: str, x: Tensor, num_past: int, num_tokens: int
     ) -> None:
-        """Record keys or values of self-attention, and those of its cache if they differ.
+        """Record keys or values of self-attention, and of its cache if they differ.
 
         Args:
             name: of the call's own keys or values.
@@ -582,7 +583,7 @@ class _TorchListener:
         self._record_operations()
         output, *rest = result if isinstance(result, tuple | list) else (result,)
         if self.adds_residual and self.projections:
-            # As in BLOOM: the output before the residual is that of the last projection.
+            # As in BLOOM: the output before the residual is the output of the last projection.
             self.values["output"] = list(self.projections.values())[-1]
         elif isinstance(output, Tensor):
             self.values["output"] = self._batched(output)
@@ -668,7 +669,7 @@ def _block_diagonal(blocks: list[np.ndarray]) -> np.ndarray:
 
 
 def _has_same_heads(own: np.ndarray, x: Tensor) -> bool:
-    """Return whether keys of some tokens, and those of others, have the same axes but tokens."""
+    """Return whether keys of some tokens, and of other tokens, have the same axes but tokens."""
     return (*own.shape[:2], own.shape[3]) == (*x.shape[:2], x.shape[3])
 
 

@@ -184,8 +184,7 @@ def run(options: Options) -> Result:
         warn(f"no rules of a family, observed with random inputs: {layer}")
     if source is not checkpoint:
         warn(
-            "left out: all tensors but those of its attention layers, because no rules "
-            "distinguish them"
+            "left out: all tensors except its attention layers', because no rules distinguish them"
         )
     warn_of_parts(checkpoint)
     prefix = "--prefix"

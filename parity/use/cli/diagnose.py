@@ -89,8 +89,8 @@ INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two 
         "weight_names",
         metavar="LAYOUT",
         help=(
-            "names of the weights that it receives: canonical (default), model for those of the "
-            "file, or a layout, such as flax.nnx or the file of a table"
+            "names of the weights that it receives: canonical (default), model for the names of "
+            "the file, or a layout, such as flax.nnx or the file of a table"
         ),
     ),
     option(

@@ -45,7 +45,7 @@ def _print(text: str) -> None:
 
 def print_out(text: str, stream: TextIO | None = None) -> None:
     """Print text on standard output. If the reader of a pipe has stopped, drop it: the status is
-    that of the work.
+    the status of the work.
 
     Args:
         text: the text, with its line ends.

@@ -75,7 +75,7 @@ def run(options: Options) -> Result:
         raise _nothing_to_inject(options, not_injected)
     tests = Suite(options.subject, view, options.tests, options.timeout)
     outcomes = []
-    # The first run is that of the tests without a bug.
+    # The first run is without a bug.
     with progress_bar(1 + len(names)) as on_bug:
         for outcome in mutate(tests, names, jobs=options.jobs, on_bug=on_bug):
             if outcome.status is Status.NOT_INJECTED:

@@ -119,7 +119,7 @@ def _registered_name(path: str, tables: dict[str, tuple[str, Layout]]) -> str:
     layout = register_layout(path)
     first_path, first_layout = tables.setdefault(layout.name, (path, layout))
     if not layout.equals(first_layout):
-        rule = f"differ from that of {first_path}, which is a different table"
+        rule = f"differ from the table of {first_path}, which is a different table"
         raise refusal("the key name", rule, repr(layout.name), where=path)
     return layout.name
 

@@ -23,7 +23,7 @@ def defaults_of_project(program: click.Group, command: str) -> dict[str, dict[st
     click's `default_map`; empty without a table.
 
     The table has options of all commands by their names, and a table with the name of a command
-    those of this command alone. A command ignores options of others.
+    the options of this command alone. A command ignores options of others.
 
     Raises:
         ValueError: if the file is not TOML, a name is not an option, or a value has a different

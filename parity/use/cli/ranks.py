@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Arrays = dict[str, np.ndarray]
 
 INPUTS = ("query", "key", "cotangent")
-"""Arrays of a file in addition to stages, if the layer is that of --weights."""
+"""Arrays of a file in addition to stages, if the layer comes from --weights."""
 
 
 def diagnose_division(options: Options) -> Result:

@@ -175,7 +175,7 @@ def run(options: Options) -> Result:
     arguments: dict[str, Any] = {
         "with_gradients": options.grad,
         "on_judged": maps,
-        # The device is that of torch, wherever it runs.
+        # The device is torch's, wherever it runs.
         "device": "cpu" if "torch" in pythons else options.device,
     }
     if options.model is not None:

@@ -97,7 +97,7 @@ def _read_configuration(options: Options) -> Result:
     out = console()
     config = ModelConfig.read(options.path)
     if options.part is None:
-        # The empty name is that of a model without parts.
+        # The empty name is the name of a model without parts.
         names = list(config.parts) or [""]
         not_read = config.unknown_parts
     else:

@@ -282,7 +282,7 @@ def print_verdicts(
     """Print whether two files hold the same attention: all stages of one layer, or the first of
     many that differs.
 
-    The diagnosis is that of the first layer that differs.
+    The diagnosis describes the first layer that differs.
     """
     wrong = [verdict for verdict in verdicts if not verdict.weights.same]
     is_alone = len(verdicts) == 1

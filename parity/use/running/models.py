@@ -354,7 +354,8 @@ def _source_of(layer: FileLayer, model: ModelLayer, layers: Sequence[FileLayer])
     if not candidates:
         rule = f"have layer {model.kv_source}, whose keys and values it shares"
         raise InputError(layer.label, rule, "no such layer in the file")
-    # Parts of one name may be under several prefixes: that of the layer itself is the right one.
+    # Parts of one name may be under several prefixes: the prefix of the layer itself is the right
+    # one.
     for candidate in candidates:
         if _label_before_path(candidate) == _label_before_path(layer):
             return candidate

@@ -159,7 +159,7 @@ class Report:
         self.diagnoses.update(other.diagnoses)
         self.commands.update(other.commands)
         for part in other.left_out:
-            # Parts are equal whatever their labels, which are those of both runs then.
+            # Parts are equal whatever their labels, which belong to both runs then.
             if part in self.left_out:
                 index = self.left_out.index(part)
                 self.left_out[index].labels.extend(part.labels)

@@ -64,7 +64,7 @@ def run_cases(
         weights: canonical weights for all cases; by default each case has its own.
         received: keys and values of another layer, by case, see `make_problem`.
         traces: folder to save the traces in.
-        join: folders of saved traces, with subfolders; those of the same cases and dtypes are also
+        join: folders of saved traces, with subfolders; traces of the same cases and dtypes are also
             compared. Or an `Elsewhere`, which is awaited.
         jobs: number of processes that run cases; 1 is this process.
         device: device of torch, `cpu`, `cuda` or `cuda:1`; JAX uses its default device.

@@ -215,7 +215,7 @@ def judge(
     diagnosis = diagnose_stages(stages, reference, arithmetic, comparisons=comparisons)
     as_recorded = _as_recorded(comparisons, diagnosis, reference, arithmetic)
     if not diagnosis.is_wrong and as_recorded != comparisons:
-        # The warning is that of the caller of `assert_parity`, or of the fixture.
+        # The warning belongs to the caller of `assert_parity`, or of the fixture.
         warnings.warn(f"{comparisons[0].case}: {diagnosis}", ConventionWarning, stacklevel=3)
     return as_recorded, diagnosis
 
@@ -474,7 +474,7 @@ def _compare_with_expected(
         names_of_dtypes += [array.dtype.name for array in stages.values()]
     floating_names = [name_of_dtype for name_of_dtype in names_of_dtypes if name_of_dtype in DTYPES]
     if dtype is None:
-        # The coarsest unit of rounding is that of the narrowest dtype.
+        # The coarsest unit of rounding belongs to the narrowest dtype.
         dtype = max(floating_names, key=unit) if floating_names else names_of_dtypes[0]
     if floating_names:
         _check_has(arithmetic, dtype)
@@ -568,7 +568,7 @@ def _why_not_comparable(
     if same_precision.shape != expected.shape:
         return f"same_precision has shape {same_precision.shape}, expected {expected.shape}"
     if same_precision.dtype != actual.dtype:
-        return f"dtype {actual.dtype}, that of same_precision is {same_precision.dtype}"
+        return f"dtype {actual.dtype}, and the dtype of same_precision is {same_precision.dtype}"
     not_finite = int(np.count_nonzero(~np.isfinite(same_precision)))
     if not_finite:
         return f"{elements_are(not_finite, 'same_precision')} NaN or infinite"

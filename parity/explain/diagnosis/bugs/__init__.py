@@ -95,7 +95,7 @@ class Topic(NamedTuple):
     Attributes:
         bugs_of: yields those that a case could have, usual ones first.
         steps: the steps of the reference that they change. All change the step of a whole module,
-            except those of the backward pass.
+            except bugs of the backward pass.
     """
 
     bugs_of: Callable[[Case], Iterable[Edit]]
@@ -259,7 +259,7 @@ LOST_ONCE = ("cache-slot-stale", "cache-slot-late", "cache-slot-early")
 def bugs_from_call(case: Case, call: int, observed: Mapping[str, np.ndarray]) -> list[Edit]:
     """Return the bugs of a cache that begin in a call: in it alone, or from it on.
 
-    All calls together have many. A search needs those of the first wrong call.
+    All calls together have many. A search needs the bugs of the first wrong call.
 
     Args:
         case: the case.

@@ -183,7 +183,7 @@ def _of_grid(right: GridBias) -> Iterator[Edit]:
         yield bug("grid-bias-by-columns", about, {"bucket_on": before(_counted_by_columns)})
     if right.class_token:
         about = "the buckets of the class token as query and as key are exchanged"
-        # The last bucket is that of the class token with itself.
+        # The last bucket is for the class token with itself.
         as_query, as_key = right.num_buckets - 3, right.num_buckets - 2
         exchanged = partial(_buckets_exchanged, as_query, as_key)
         yield bug("grid-bias-class-token", about, {"bucket_on": after(exchanged)})
@@ -255,7 +255,7 @@ def _products_with_tables(right: RelativeProducts, bug: Callable[..., Edit]) -> 
         exchanged = {"relative_keys": "relative_queries", "relative_queries": "relative_keys"}
         yield bug(
             "relative-products-swapped",
-            "queries have the vectors of keys, and keys those of queries",
+            "queries have the vectors of keys, and keys the vectors of queries",
             {"distance_vectors": named_as(exchanged)},
         )
         for place, name in enumerate(("queries", "keys")):
@@ -266,7 +266,7 @@ def _products_with_tables(right: RelativeProducts, bug: Callable[..., Edit]) -> 
 
 def _sinusoid_products(bug: Callable[..., Edit]) -> Iterator[Edit]:
     """Yield bugs in products with projected sinusoids."""
-    about = "sinusoids are those of key - query"
+    about = "sinusoids are of key - query"
     yield bug("sinusoid-products-flipped", about, {"sinusoid_distance": before(_negative)})
     about = "queries are counted from 1, keys from 0"
     yield bug("sinusoid-products-off-by-one", about, {"sinusoid_distance": before(_one_more)})
@@ -314,7 +314,7 @@ class _Linear(RelativeBias):
         return self._of_direction(np.abs(distances), half) + half * (distances > 0)
 
     def _of_direction(self, away: np.ndarray, count: int) -> np.ndarray:
-        """Return one of `count` buckets; those of the second half have equal width."""
+        """Return one of `count` buckets; the buckets of the second half have equal width."""
         exact = count // 2
         width = (self.max_distance - exact) / (count - exact)
         widening = exact + np.floor((away - exact) / width).astype(np.int64)

@@ -54,7 +54,7 @@ def in_families(edit: Edit, spec: AttentionSpec, families: Families) -> Edit:
 
 TRANSPOSED = BugFamily(
     "transposed-kernel",
-    "canonical kernels are (out, in), those of Flax and GPT-2's Conv1D (in, out)",
+    "canonical kernels are (out, in); Flax and GPT-2's Conv1D store (in, out)",
 )
 SWAPPED = BugFamily(
     "swapped-projections",
@@ -259,8 +259,8 @@ PRECISION = BugFamily(
 
 
 def scale_family(spec: AttentionSpec) -> BugFamily:
-    """Return the family of scales: the usual one, or that of a layer with its own, as with latents
-    and YaRN.
+    """Return the family of scales: the usual one, or the scale of a layer with its own, as with
+    latents and YaRN.
     """
     is_usual = spec.scale is None and math.isclose(spec.score_scale * math.sqrt(spec.head_dim), 1.0)
     return DIVIDED if is_usual else MULTIPLIED

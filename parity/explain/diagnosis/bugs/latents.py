@@ -41,7 +41,7 @@ def _norm_missing(name: str, words: str, stage: str) -> Edit:
 
 
 def _other_factors(spec: AttentionSpec, latent: Latent) -> Iterator[Edit]:
-    """Factors of the latents: 1, the square of the right one, or that of the other latent."""
+    """Factors of the latents: 1, the square of the right one, or the factor of the other latent."""
     for of, words, stage in (("q", "queries", "q"), ("kv", "keys and values", "latents")):
         name = f"{of}_factor"
         factor = getattr(latent, name)
@@ -68,8 +68,8 @@ def _other_factors(spec: AttentionSpec, latent: Latent) -> Iterator[Edit]:
             "the factors of the two latents, of queries and of keys and values, are exchanged",
             of_spec(spec, latent=exchanged),
             fix=(
-                f"multiply queries' latent by {latent.q_factor:.6g}, that of keys and values by "
-                f"{latent.kv_factor:.6g}"
+                f"multiply queries' latent by {latent.q_factor:.6g}, the latent of keys and "
+                f"values by {latent.kv_factor:.6g}"
             ),
         )
 

@@ -517,7 +517,7 @@ def _angles_rounded(
     else:
         of_pairs = np.broadcast_to(positions, (right.shape[-1], *positions.shape))
     places = np.moveaxis(of_pairs, 0, -1)[:, None].astype(np.float64)
-    # Frequencies may depend on the longest position, so they are those of the angles themselves.
+    # Frequencies may depend on the longest position, so they are taken from the angles themselves.
     of_tokens = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
     of_tokens = of_tokens.astype(np.float32)
     if POWERS in numbers:

@@ -177,7 +177,7 @@ def _of_groups(
     if not is_calibrated and groups <= {*FIXED}:
         yield bug(
             "cache-scale-axis",
-            f"the scales of cached {words} are those of each call, not of the first",
+            f"the scales of cached {words} come from each call, not from the first",
             {"cached_range": for_names(names, _range_of_the_call)},
             fix="keep the scales of the first call: stored numbers belong to them",
         )
@@ -213,7 +213,7 @@ def _exchanged(bug: Callable[..., Edit], case: Case) -> Iterator[Edit]:
                 "cache-scales-exchanged",
                 about,
                 {method: for_names(names, _of_other) for method in methods},
-                fix="use the scales of keys for keys, and those of values for values",
+                fix="use the scales of keys for keys, and the scales of values for values",
                 is_rounding=methods is stored,
             )
 

@@ -101,7 +101,8 @@ def turned_otherwise(case: Case) -> Iterator[Edit]:
             fix="broadcast cosines and sines along the tokens: (B, 1, T, H) with (B, N, T, H)",
         )
     if not rope.depends_on_length:
-        # A quarter turn, and back by the position: the scores equal those of the opposite rotation.
+        # A quarter turn, and back by the position: the scores equal the scores of the opposite
+        # rotation.
         yield of_rope(
             "rope-sin-cos-exchanged",
             "RoPE's sines and cosines are exchanged",

@@ -193,7 +193,7 @@ def _mscale_ignored(spec: AttentionSpec, rope: Rope, scaling: YarnScaling) -> It
     """Attention factors without mscale, mscale_all_dim or both, also if these are equal."""
     right = scaling.amplitude()
     usual = replace(scaling, mscale=None, mscale_all_dim=None)
-    # Without a factor, an amplitude is not divided by that of mscale_all_dim.
+    # Without a factor, an amplitude is not divided by the amplitude of mscale_all_dim.
     numerator = right * math.sqrt(scaling.score_factor)
     fix = (
         f"divide 0.1 mscale ln(factor) + 1 by the same of mscale_all_dim: cosines and sines are "
@@ -265,7 +265,8 @@ def partly(case: Case) -> Iterator[Edit]:
             with_rope(spec, proportional),
             fix="pair features within the rotary_dim, and divide the exponents by it",
         )
-        # The exponents of the whole head, of a different base, are those of the rotary_dim.
+        # The exponents of the whole head, of a different base, equal the exponents of the
+        # rotary_dim.
         across = replace(proportional, theta=rope.theta ** (size / count))
         yield of_part(
             "rope-partial-across-head",
@@ -303,7 +304,7 @@ def _proportional(spec: AttentionSpec, rope: Rope, scaling: ProportionalScaling)
             "other frequencies to 0"
         ),
     )
-    # The exponents of the smaller head, of a different base, are those of the whole head.
+    # The exponents of the smaller head, of a different base, equal the exponents of the whole head.
     in_block = replace(rope, scaling=plain, rotary_dim=count, theta=rope.theta ** (count / size))
     yield of_part(
         "rope-proportional-in-block",

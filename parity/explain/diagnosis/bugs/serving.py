@@ -159,7 +159,7 @@ def _of_other_numbers(case: Case, whose: str, wrong: np.ndarray) -> Iterator[Edi
         wrong,
         {MASK},
         f"cache-mask-{suffix}",
-        f"the mask of every sequence is that of {words}: it ends at the same slot",
+        f"every sequence has the mask of {words}: it ends at the same slot",
         PADDING,
     )
     if not case.spec.has_positions:
@@ -238,7 +238,7 @@ def _lengths(case: Case) -> np.ndarray:
 
 
 def _has_several_axes(case: Case) -> bool:
-    """Return True if positions are those of several axes: no single number moves them."""
+    """Return True if positions have several axes: no single number moves them."""
     return case.spec.rope is not None and bool(case.spec.rope.sections)
 
 
@@ -421,7 +421,7 @@ def late(case: Case) -> Iterator[Edit]:
 
 
 def _one_call_late(case: Case, first_call: int, _: Layer, original: Override, *inputs: Any) -> New:
-    """Cache the tokens of the call before instead of those of this one."""
+    """Cache the tokens of the call before instead of the tokens of this one."""
     tokens = NewTokens(*inputs)
     call = call_after(case, tokens.before)
     if call < first_call:

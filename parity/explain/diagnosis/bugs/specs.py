@@ -51,7 +51,7 @@ def spec_edit(right: AttentionSpec, wrong: AttentionSpec) -> Edit:
 
 
 def of_spec(right: AttentionSpec, **changes: Any) -> Overrides:
-    """Return the overrides that make a layer that of a specification with other fields.
+    """Return the overrides that make a layer compute a specification with other fields.
 
     Raises:
         ValueError: if only the whole layer of the other specification has the changes.
@@ -111,7 +111,7 @@ def _is_read_by_one(name: str, right: AttentionSpec, wrong: AttentionSpec) -> bo
         # Positions have an axis for each section.
         return _num_sections(before) == _num_sections(after)
     if name == "latent":
-        # The widths of a layer follow from those of its latents.
+        # The widths of a layer follow from the widths of its latents.
         return set(changed_fields(before, after)) <= {"q_factor", "kv_factor", "eps"}
     return True
 

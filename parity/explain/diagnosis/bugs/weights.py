@@ -179,7 +179,7 @@ def rows_in_order(order: np.ndarray, names: tuple[str, ...]) -> Overrides:
 def _in_rows_of_others(
     order: np.ndarray, names: tuple[str, ...], _: Layer, original: Override, name: str
 ) -> np.ndarray:
-    """Return the rows that a weight has if those of several weights are in a different order."""
+    """Return the rows that a weight has if the rows of several weights are in a different order."""
     leaf = name.partition(".")[2]
     packed_names = [other for other in names if other.endswith(f".{leaf}")]
     parts = [original(other) for other in packed_names]
@@ -226,7 +226,7 @@ def missing_biases(case: Case) -> Iterator[Edit]:
         if have_one_width and one in biased and other in biased:
             yield BIAS.seen_in(*STAGES[one])(
                 f"{one[0]}-bias-from-{other[0]}",
-                f"the bias of {one} is that of {other}",
+                f"the bias of {one} is the bias of {other}",
                 {"parameter": read_as({f"{one}.bias": f"{other}.bias"})},
                 fix=f"load the bias of {one} under its own name",
             )

@@ -1,4 +1,4 @@
-"""Scales of a quantized cache that the layer does not have, such as those of another layer."""
+"""Scales of a quantized cache that the layer does not have, such as another layer's."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def cache_scales(difference: Difference, recompute: Recompute) -> Iterator[Edit]
         return
     edit = with_scales(name, scales)
     if trial.explains(edit):
-        words = (
-            f"cached {name} have other scales, such as those of another layer: {_values(scales)}"
-        )
+        words = f"cached {name} have other scales, such as another layer's: {_values(scales)}"
         yield _pattern(difference, words, scales, edit)
 
 
@@ -168,7 +166,7 @@ def _positive_numbers(dtype: str) -> np.ndarray:
     """Return the positive numbers of a stored dtype."""
     if dtype.startswith("int"):
         return np.arange(1.0, LARGEST[dtype] + 1.0)
-    # Eight mantissas cover those of both dtypes; rounding removes what a dtype lacks.
+    # Eight mantissas cover both dtypes; rounding removes what a dtype lacks.
     exponents = np.exp2(np.arange(-16.0, 16.0))[:, None]
     candidates = to_nearest((exponents * (1.0 + np.arange(8) / 8)).ravel(), dtype)
     return np.unique(candidates[candidates > 0.0])

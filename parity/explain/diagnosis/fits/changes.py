@@ -270,7 +270,9 @@ def _in_other_forms(problem: Problem, names: list[str]) -> Iterator[Edit]:
 
 
 def _together(names: list[str]) -> Iterator[list[str]]:
-    """Yield weights that may be wrong alike: each alone, then those of several projections."""
+    """Yield weights that may be wrong alike: each alone, then the weights of several
+    projections.
+    """
     for name in names:
         yield [name]
     for leaf in ("weight", "bias"):
@@ -538,9 +540,9 @@ def read_as_heads(x: np.ndarray) -> np.ndarray:
 
 PLANES: dict[str, Form] = {
     "transposed": transposed,
-    "that of the first head": of_first_head,
-    "that of the first sequence": first_sequence,
-    "that of the sequence before": sequence_before,
+    "the first head's": of_first_head,
+    "the first sequence's": first_sequence,
+    "the previous sequence's": sequence_before,
     "with its heads rolled by 1": rolled_heads,
     "with its heads in reverse order": reversed_heads,
     "read as (B, N) instead of (N, B)": read_as_sequences,
@@ -679,9 +681,9 @@ def _other_heads(problem: Problem, method: str, whose: str) -> Iterator[Edit]:
     own = np.arange(count) // (count // shared)
     orders = {
         "tiled (0 1 0 1)": np.arange(count) % shared,
-        "those of the next group": (own + 1) % shared,
-        "those of the groups in reverse order": shared - 1 - own,
-        "those of the first head": np.zeros(count, int),
+        "the next group's": (own + 1) % shared,
+        "in reverse order of groups": shared - 1 - own,
+        "the first head's": np.zeros(count, int),
     }
     family = of.GROUPED
     if shared == count:
@@ -696,7 +698,7 @@ def _orders_of_queries(count: int, shared: int) -> Iterator[tuple[str, np.ndarra
     """Yield wrong orders of query heads in their products with keys."""
     heads = np.arange(count)
     if count > 1:
-        yield "those of the heads in reverse order", heads[::-1]
+        yield "in reverse order of heads", heads[::-1]
     if 1 < shared < count:
         yield "grouped by tiles (0 2 1 3)", heads.reshape(-1, shared).T.ravel()
         yield "grouped by tiles, and ungrouped (0 2 1 3)", heads.reshape(shared, -1).T.ravel()

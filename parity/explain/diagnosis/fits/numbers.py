@@ -358,8 +358,8 @@ def _numbers(problem: Problem, shape: tuple[int, ...]) -> Iterator[Number]:
 
 
 def _scale_families(difference: Difference, scale: float | None) -> Families:
-    """Return the family of scales; after the scores also that of norms, which multiply queries and
-    keys as well.
+    """Return the family of scales; after the scores also the family of norms, which multiply
+    queries and keys as well.
 
     A scale that is almost right is not a wrong scale if the error is small: any bug that changes
     scores a little resembles one.

@@ -29,8 +29,8 @@ class Place:
     Attributes:
         words: its description.
         sequences, heads, positions, keys, features: wrong indices; None if the stage has no such
-            axis. Positions are those of query tokens if the stage has them, else of key tokens or
-            slots.
+            axis. Positions are positions of query tokens if the stage has them, else of key tokens
+            or slots.
         cells: the common property of wrong cells of scores, attention weights or a mask: `hidden`,
             `empty rows`, `diagonal`, `after`, `before`, `rows`; empty if they have none.
         wrong, size: number of elements above the budget, and of all.
@@ -84,7 +84,7 @@ class Difference:
         errors: absolute; infinite if one is NaN and the other is not.
         bad: wrong elements.
         box: indices of each axis with wrong elements.
-        part: elements of the reported place: those of the box, or its wrong cells.
+        part: elements of the reported place: the elements of the box, or its wrong cells.
         place: that place.
         hidden: cells that the mask hides, (B, N, T, S), if known.
         problem: the case, weights and inputs, if known.

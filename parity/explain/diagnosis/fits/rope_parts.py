@@ -80,7 +80,7 @@ def _layouts(rope: Rope, size: int) -> list[_Layout]:
     features = np.arange(size)
     # Proportional RoPE has pairs that do not turn.
     count = int(np.count_nonzero(frequencies(rope, size, 1)))
-    own = _Layout("those of the layer", features[first][:count], features[second][:count])
+    own = _Layout("the layer's own", features[first][:count], features[second][:count])
     i = np.arange(count)
     block = 2 * count
     halves = "in halves, (i, i + R/2)"
@@ -98,7 +98,7 @@ def _layouts(rope: Rope, size: int) -> list[_Layout]:
             2 * i + size - block,
             2 * i + 1 + size - block,
         ),
-        _Layout("those of the layer, with their features exchanged", own.second, own.first),
+        _Layout("the layer's own, with their features exchanged", own.second, own.first),
     ]
     distinct = [own]
     for layout in layouts:
@@ -123,7 +123,7 @@ def _of_layouts(problem: Problem, rope: Rope, names: str, whose: str) -> Iterato
     usual = [own, *others][:USUAL_LAYOUTS]
     for pairs, tables in permutations(usual, 2):
         words = (
-            f"the pairs of {whose} are {pairs.words}, but RoPE's tables are those of pairs "
+            f"the pairs of {whose} are {pairs.words}, but RoPE's tables are for pairs "
             f"{tables.words}"
         )
         yield _rotation(problem, names, words, _turn_by_tables(pairs, tables), of.PAIRS)
@@ -133,7 +133,9 @@ def _of_mixed_layouts(problem: Problem, rope: Rope) -> Iterator[Edit]:
     """Yield queries and keys with different pairs, both with the right frequencies."""
     _, *others = _layouts(rope, problem.spec.head_dim)
     for of_queries, of_keys in permutations(others[: USUAL_LAYOUTS - 1], 2):
-        words = f"the pairs of queries are {of_queries.words}, and those of keys {of_keys.words}"
+        words = (
+            f"the pairs of queries are {of_queries.words}, and the pairs of keys {of_keys.words}"
+        )
         turns = {
             "q": _turn_by_tables(of_queries, of_queries),
             "k": _turn_by_tables(of_keys, of_keys),

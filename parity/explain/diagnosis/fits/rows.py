@@ -392,7 +392,7 @@ def masks(difference: Difference) -> Iterator[Edit]:
 
 
 def _families_of_mask(difference: Difference, family: BugFamily) -> Families:
-    """Return a family of masks, after that of the layer's window or chunk, if it has one."""
+    """Return a family of masks, after the mask of the layer's window or chunk, if it has one."""
     problem = difference.problem
     if problem is None or problem.case.is_cached:
         return ()

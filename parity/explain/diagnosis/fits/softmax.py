@@ -50,13 +50,13 @@ def _numbers(problem: Problem) -> Iterator[Number]:
         yield Number("hidden score", words, math.nan, PENALTIES, _filled, of_leaking)
         words = "{} is added to the scores of hidden keys"
         yield Number("penalty", words, math.nan, PENALTIES, _added, of_leaking)
-        words = "scores below {0}, also those of hidden keys, are raised to {0}"
+        words = "scores below {0}, including those of hidden keys, are raised to {0}"
         yield Number("lowest score", words, math.nan, PENALTIES, _raised_after_mask, of_leaking)
     words = "scores are limited to {0} and -{0}"
     yield Number("score limit", words, math.nan, LIMITS, _limited, of_softmax)
     words = "{} is added to the sum of the softmax, after the highest score is subtracted"
     yield Number("summand", words, math.nan, SUMMANDS, _with_summand, of_softmax)
-    # In a cache, the same number is that of a visible empty slot.
+    # In a cache, the same number is the score of a visible empty slot.
     if not (problem.spec.sinks or case.is_cached):
         words = "{} is added to the sum of the exponentials of the softmax"
         yield Number("exponential", words, math.nan, SUMMANDS, _with_exponential, of_softmax)

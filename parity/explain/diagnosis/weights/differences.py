@@ -272,7 +272,9 @@ def _law_of_packing(packing: PackingError) -> TensorLaw:
 def _with_packing(
     differences: list[TensorDifference], packing: PackingError
 ) -> list[TensorDifference]:
-    """Return the differences, those of q, k and v explained by the order of their rows."""
+    """Return the differences, the differences of q, k and v explained by the order of their
+    rows.
+    """
     law = _law_of_packing(packing)
     explained = []
     for difference in differences:

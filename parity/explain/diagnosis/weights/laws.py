@@ -91,9 +91,9 @@ def of_family(name: str, words: str, family: BugFamily | None, spec: AttentionSp
 def law_of(pair: Pair, heads: Collection[int], layers: Layers) -> TensorLaw | None:
     """Return a relation that explains every element of a differing tensor; None if none does.
 
-    Relations of whole tensors are tried first, then those of values on the differing `heads`, then
-    on the differing rows or columns. One factor per row can explain almost anything, so it comes
-    last.
+    Relations of whole tensors are tried first, then relations of values on the differing `heads`,
+    then on the differing rows or columns. One factor per row can explain almost anything, so it
+    comes last.
     """
     of_heads = _differing_heads(pair, heads, layers.spec)
     attempts: list[tuple[Pair, tuple[Relation, ...]]] = [(pair, OF_TENSORS), (of_heads, OF_VALUES)]
@@ -137,7 +137,7 @@ def _differing_lines(pair: Pair) -> Iterator[Pair]:
 def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
     """Find a tensor that is all zeros in one file."""
     family = None
-    # With one axis they are, as a rule, those of a bias that was not loaded.
+    # With one axis they are, as a rule, the values of a bias that was not loaded.
     if pair.one.ndim == 1:
         family = BIAS
     if not pair.other.any():
@@ -290,7 +290,8 @@ def _transposed(pair: Pair, layers: Layers) -> TensorLaw | None:
 def _permuted(pair: Pair, layers: Layers) -> TensorLaw | None:
     """Find a permutation of rows or columns, and identify it."""
     one, other = pair.one, pair.other
-    # A bias may have equal numbers, which leave its order open: that of its weight is tried first.
+    # A bias may have equal numbers, which leave its order open: the order of its weight is tried
+    # first.
     weight = f"{pair.name.removesuffix('bias')}weight"
     if pair.name.endswith(".bias") and weight in layers.weights:
         order = _order(layers.weights[weight], layers.others[weight], 0)

@@ -52,7 +52,8 @@ class PackingError:
         names: canonical names of the weights, and of their biases if these follow the same order.
         words: what happened: the order in which the rows are packed, and that in which they were
             read.
-        order: for each row of the second file's tensors, one after the other, that of the first's.
+        order: for each row of the second file's tensors, one after the other, the row of the
+            first's.
         fix: how to read either file in the order of the other one; empty if an order is unknown.
         bug: the name of the bug.
         is_mixed: whether a tensor has rows of several tensors, so that no relation of two tensors
@@ -97,7 +98,7 @@ def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> Packi
         words += f", in a different order: {_runs(order, sizes)}"
     else:
         packed, read = misread
-        words += f": those of the first, packed as {packed.words}, were read as {read.words}"
+        words += f": the first file's, packed as {packed.words}, were read as {read.words}"
         fix = _fix(packed, read, spec)
         if packed.letters == read.letters == "qkv":
             bug = NAMED.get((packed.kind, read.kind), MISREAD)
@@ -198,8 +199,8 @@ def _misread(
     by_rows: dict[bytes, RowOrder] = {}
     for packed in known:
         by_rows.setdefault(packed.rows.tobytes(), packed)
-    # A reader takes row rows[i] of a projection from place i; so the packed rows are those of the
-    # first in that order.
+    # A reader takes row rows[i] of a projection from place i; so the packed rows are the rows of
+    # the first in that order.
     for read in known:
         packed = by_rows.get(order[read.rows].tobytes())
         if packed is not None:

@@ -24,7 +24,8 @@ def coarser(one: np.dtype, other: np.dtype) -> np.dtype:
 def ulps(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
     """Return the distance of each element in units in the last place of the smaller value.
 
-    The units are those of a dtype; default: the coarser one of the arrays. The distance is float64.
+    The units are the units of a dtype; default: the coarser one of the arrays. The distance is
+    float64.
     """
     info = ml_dtypes.finfo(dtype or coarser(one.dtype, other.dtype))
     one, other = one.astype(np.float64), other.astype(np.float64)

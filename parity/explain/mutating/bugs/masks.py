@@ -120,7 +120,7 @@ def _from_itself(t: np.ndarray, s: np.ndarray) -> np.ndarray:
 
 
 def _with_causal_mask(call: Call, *, hides: Hides) -> BuggyCall | None:
-    """Hide other keys than a causal mask does: that of the flag, or a mask that is causal."""
+    """Hide other keys than a causal mask does: the mask of the flag, or a mask that is causal."""
     num_queries, num_keys = call.lengths
     first_query = 0
     if call.view.causal == "bottom-right":
@@ -144,7 +144,9 @@ def _with_causal_mask(call: Call, *, hides: Hides) -> BuggyCall | None:
 
 
 def _with_mask_for_flag(call: Call, mask: Any, wrongly_hidden: np.ndarray) -> BuggyCall | None:
-    """Hide keys by a mask instead of by the causal flag, together with those of the call's mask."""
+    """Hide keys by a mask instead of by the causal flag, together with the keys that the call's
+    mask hides.
+    """
     unflagged = call.but(is_causal=False)
     if mask is None:
         return MaskOfAnyShape(unflagged, wrongly_hidden)

@@ -120,8 +120,8 @@ def _with_tables_of(call: Call, theta: float) -> Call:
     _check_positions(call, cosines)
     angles = _angles_like(cosines, theta)
     num_tokens = len(angles)
-    # Cosines of a different base differ by more than this, but those of one base in a narrow dtype
-    # do not.
+    # Cosines of a different base differ by more than this, but cosines of one base in a narrow
+    # dtype do not.
     largest_error = np.abs(np.broadcast_to(np.cos(angles), cosines.shape) - cosines).max()
     if largest_error < 1e-2 / num_tokens**0.5:
         raise _same_theta(theta)
@@ -132,14 +132,14 @@ def _with_tables_of(call: Call, theta: float) -> Call:
 
 
 def _check_positions(call: Call, cosines: np.ndarray) -> None:
-    """Raise `Unfit` unless cosines (…, T, R) are those of tokens at positions 0, 1, …"""
+    """Raise `Unfit` unless cosines (…, T, R) belong to tokens at positions 0, 1, …"""
     is_table = cosines.ndim >= 2 and cosines.shape[-1] % 2 == 0
     num_tokens = call.get("query").shape[call.token_axis]
     if not is_table or not num_tokens or cosines.shape[-2] != num_tokens:
-        raise Unfit(f"its cosines of shape {cosines.shape} are not those of its tokens")
+        raise Unfit(f"its cosines of shape {cosines.shape} do not fit its tokens")
     # The first pair turns by 1 radian per token, whatever the base.
     if not np.allclose(cosines[..., 0], np.cos(np.arange(num_tokens)), atol=1e-2):
-        raise Unfit("its cosines are not those of positions 0, 1, 2, …")
+        raise Unfit("its cosines do not belong to positions 0, 1, 2, …")
 
 
 def _angles_like(cosines: np.ndarray, theta: float) -> np.ndarray:

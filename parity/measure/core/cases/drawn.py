@@ -160,7 +160,7 @@ def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:
 
 def _qk_norms(*, has_rope: bool) -> list[Norm]:
     """Return kinds of norms of queries and keys."""
-    # An eps of 0.01 is far larger than those of models, so that a different one shows.
+    # An eps of 0.01 is far larger than the eps of models, so that a different one shows.
     norms = [
         Norm(eps=0.01),
         Norm("layer", weight="1+w", bias=True, eps=0.01),

@@ -56,9 +56,9 @@ Wormhole, results in 1.30e-3 and 1.26e-3, 3.2e-4 and 3.1e-4.
 """
 
 ARITHMETICS = ("ieee", *TENSIX)
-"""Arithmetic of a backend's hardware: IEEE 754, or that of Tenstorrent's matrix engine, where
-float32 enters as TF32, also in the softmax. LoFi and the others of `MANTISSA` are never used as
-references; they model products of insufficient precision.
+"""Arithmetic of a backend's hardware: IEEE 754, or the arithmetic of Tenstorrent's matrix engine,
+where float32 enters as TF32, also in the softmax. LoFi and the others of `MANTISSA` are never used
+as references; they model products of insufficient precision.
 """
 
 
@@ -66,7 +66,8 @@ references; they model products of insufficient precision.
 class Arithmetic:
     """Storage and summation of numbers.
 
-    `dtype` is that in memory, `wide` that inside a stage; `kind` is that of the hardware.
+    `dtype` is the dtype in memory, `wide` the dtype inside a stage; `kind` is the kind of the
+    hardware.
     """
 
     dtype: np.dtype
@@ -194,7 +195,7 @@ class Arithmetic:
         return total
 
     def excess_noise(self, a: np.ndarray, b: np.ndarray, product: np.ndarray) -> np.ndarray:
-        """Return random rounding errors of the simplest order in excess of those of a product.
+        """Return random rounding errors of the simplest order in excess of the errors of a product.
 
         They are too many to compute. The error of an element grows with the root of the sum of
         squares of its terms, and with the root of their number. A sample of elements, summed in

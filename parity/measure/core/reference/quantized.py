@@ -34,7 +34,7 @@ def to_nearest(x: np.ndarray, dtype: str, limits: tuple[float, float] | None = N
     Args:
         x: the numbers.
         dtype: of the stored numbers.
-        limits: smallest and largest stored number; by default those of the dtype.
+        limits: smallest and largest stored number; by default the limits of the dtype.
     """
     if limits is None:
         limits = -LARGEST[dtype], LARGEST[dtype]

@@ -30,7 +30,7 @@ AXES = (
     ("n d h", "n h e"),
     ("n h d", "e n h"),
 )
-"""Usual axes of a projection and of the output, in the order in which they are tried: those of
+"""Usual axes of a projection and of the output, in the order in which they are tried: the names of
 torch; of Flax without and with an axis of heads; of Gemma in JAX; of torch with an axis of heads.
 """
 
@@ -345,7 +345,7 @@ def _has_size_of_output(name: str, roles: _Roles, tensors: Shapes) -> bool:
 
 
 def _possible_matrices(tensors: Shapes) -> list[str]:
-    """Return the names of weights that are not those of an MLP or an embedding, by their names."""
+    """Return the names of weights that do not belong to an MLP or an embedding, by their names."""
     names = []
     for name, shape in tensors.items():
         if len(shape) > 1 and not OF_OTHERS.search(name.lower()):
@@ -446,7 +446,7 @@ def _fits(tensors: Shapes, roles: _Roles, layout: Layout) -> bool:
             shapes[name] = shape
     try:
         if stack_sizes(shapes, layout) is not None:
-            # Under a number, the additional axis is that of heads: layers are already numbered.
+            # Under a number, the additional axis is the axis of heads: layers are already numbered.
             if "{i}" in layout.prefix:
                 return False
             shapes = without_axis(0, shapes)
@@ -544,5 +544,5 @@ def _lines(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return text as a string of TOML, whose escapes include those of JSON."""
+    """Return text as a string of TOML, whose escapes include JSON's."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,6 @@
-"""All layouts by name: those of this package, and those that users and other packages register."""
+"""All layouts by name: the ones of this package, and the ones that users and other packages
+register.
+"""
 
 from __future__ import annotations
 
