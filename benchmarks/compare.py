@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print.
 
     Args:
-        arguments: command-line arguments; default: those of the process.
+        arguments: command-line arguments; default: the arguments of the process.
 
     Returns:
         The exit status.

@@ -184,7 +184,7 @@ def _at_positions(change: Callable[[Any], Any]) -> Injection:
 
 
 def _axes_swapped(positions: Any) -> Any:
-    """Exchange the last two axes of positions, of which the first is that of their axes."""
+    """Exchange the last two axes of positions, of which the first stands for their axes."""
     order = [*range(len(positions) - 2), -1, -2]
     return positions[np.array(order)]
 
@@ -418,7 +418,7 @@ def _sum_not_rescaled(plan: Plan, attention_context: Any, weights: Any, value: A
     """Divide by the sum of a kernel with blocks of 4 keys, which is not rescaled.
 
     Weights are exponentials relative to the highest score, over their sum. Relative to the highest
-    score so far, those of a block are larger by the ratio of the highest weights.
+    score so far, the weights of a block are larger by the ratio of the highest weights.
     """
     xp = plan.xp
     highest = xp.amax(weights, -1)[..., None]

@@ -469,7 +469,7 @@ def selftest(
     bug.
 
     Args:
-        backends: names; default: those of jax and torch that are installed.
+        backends: names; default: jax and torch, if installed.
         cases: cases of `SELFTEST_CASES`; default: all.
         seeds: seeds of the random weights.
         on_bug: called before each run, with the names of the bug, the case and the backend.
@@ -481,7 +481,7 @@ def selftest(
     for backend, case in itertools.product(backends, list(cases)):
         seeds_of_case = seeds
         if case.trained is not None:
-            seeds_of_case = seeds[:1]  # its weights are those of the trained layer
+            seeds_of_case = seeds[:1]  # its weights belong to the trained layer
         for seed in seeds_of_case:
             for bug in ("", *selftest_bugs(case)):
                 if on_bug is not None:

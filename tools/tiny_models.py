@@ -168,7 +168,7 @@ def tiny_config(model_type, recipe):
 
 
 def _changed(values, changes):
-    """Return the values of a configuration with changes, those of its parts by the names of
+    """Return the values of a configuration with changes, and of its parts, by the names of
     these.
     """
     parts = {
