@@ -837,7 +837,7 @@ def test_rotations_of_wrong_positions_raise(device):
     held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
     rotations = mha_tt.Rotation(np.array([[0]]), spec.rope, head_dim=4, padded=64, device=device)
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
-    with refuses("positions", "those of (1, 1)"):
+    with refuses("positions", "a Rotation for (1, 1)"):
         mha_tt.multi_head_attention(x, held, spec, positions=rotations)
 
 

@@ -262,7 +262,7 @@ def test_slices_have_a_role_in_the_layer():
     rng = np.random.default_rng(0)
     expected = rng.standard_normal((2, 8, 6, 8))
     for where, words in (
-        (np.s_[:, 4:], "heads 4-7 (the second half), which are those of key/value head 1"),
+        (np.s_[:, 4:], "heads 4-7 (the second half), which share key/value head 1"),
         (np.s_[..., :6], "features 0-5 (of 8), which are those that RoPE rotates"),
         (np.s_[..., 6:], "features 6-7 (of 8), which are those that RoPE does not rotate"),
     ):
@@ -522,14 +522,14 @@ def test_any_order_of_any_axis_is_found(stage, axis, seed):
         ("q", 1, [3, 2, 1, 0], "heads are in reverse order"),
         ("q", 1, [0, 2, 1, 3], "heads 1 and 2 are exchanged"),
         ("q", 1, [3, 0, 1, 2], "heads are rolled by 1"),
-        ("q", 1, [0, 0, 0, 0], "heads are all those of 0"),
-        ("q", 1, [0, 1, 0, 1], "heads 2 3 are those of 0 1"),
+        ("q", 1, [0, 0, 0, 0], "heads are all taken from 0"),
+        ("q", 1, [0, 1, 0, 1], "heads 2 3 are taken from 0 1"),
         ("q", 3, [4, 5, 6, 7, 0, 1, 2, 3], "features are exchanged by halves"),
         ("q", 3, [0, 2, 4, 6, 1, 3, 5, 7], "features are in halves, 0 2 4"),
         ("q", 3, [0, 4, 1, 5, 2, 6, 3, 7], "features are interleaved, instead of in halves"),
         ("q", 3, [1, 0, 3, 2, 5, 4, 7, 6], "features are exchanged with their neighbors"),
         ("q", 2, [5, 4, 3, 2, 1, 0], "positions are in reverse order"),
-        ("q", 2, [0, 0, 1, 2, 3, 4], "positions are those of the one before"),
+        ("q", 2, [0, 0, 1, 2, 3, 4], "positions are taken from the one before"),
         ("output", 0, [1, 0], "sequences 0 and 1 are exchanged"),
         ("output", 1, [1, 2, 3, 4, 5, 0], "positions are rolled by -1"),
         ("scores", 3, [6, 5, 4, 3, 2, 1, 0], "keys are in reverse order"),
@@ -591,15 +591,17 @@ def test_values_of_other_stage_are_found():
     def told(stage, wrong, expected):
         return described(stage, wrong, expected, rng, others=others).abouts
 
-    assert told("step1.k", v, k) == ("the values there are those of step1.v",)
+    assert told("step1.k", v, k) == ("the values there are taken from step1.v",)
     others["module.step1.k"] = others["step1.module.k"] = k + 1.0
     assert told("step1.k", k + 1.0, k) == ("1 is added to all values there",)
-    assert told("step1.k", before, k) == ("the values there are those of step0.k, of another step",)
+    assert told("step1.k", before, k) == (
+        "the values there are taken from step0.k, of another step",
+    )
     assert told("step1.k", v.swapaxes(2, 3), k) == (
-        "the values there are those of step1.v, transposed",
+        "the values there are taken from step1.v, transposed",
     )
     assert told("step1.q", np.repeat(k, 2, axis=1), q) == (
-        "the values there are those of step1.k, its heads repeated",
+        "the values there are taken from step1.k, its heads repeated",
     )
 
 

@@ -55,7 +55,7 @@ def always_slopes(slopes):
 @pytest.mark.parametrize(
     ("slopes", "words"),
     [
-        ([0.25, 0.0625, 0.015625] * 2, "those of the first 3 heads, 2 times"),
+        ([0.25, 0.0625, 0.015625] * 2, "the slopes of the first 3 heads, 2 times"),
         (1.0 / np.arange(1, 7), "1 / n"),
         ([0.31, 0.02, 0.57, 0.11, 0.23, 0.44], "0.31, 0.02, 0.57, 0.11, 0.23, 0.44 instead of"),
     ],

@@ -688,7 +688,7 @@ def test_cosines_and_sines_change_with_base(how, as_pair):
         name: tuple(x[:, 1:] for x in value) if as_pair else value[:, 1:]
         for name, value in given.items()
     }
-    with pytest.raises(Unfit, match="not those of positions 0, 1, 2"):
+    with pytest.raises(Unfit, match="do not belong to positions 0, 1, 2"):
         make(Call(view, (torch.zeros(1, TOKENS - 1, WIDTH),), later))
 
 

@@ -355,7 +355,7 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, weights, culprit
 
 def test_other_format_is_not_overwritten(tmp_path, weights):
     """Saving as .npz, or over a file of a different format, raises an error and changes no file."""
-    with refuses("…/w.npz", "that of npz"):
+    with refuses("…/w.npz", "the suffix of npz"):
         save_weights(tmp_path / "w.npz", weights, SPEC)
     (tmp_path / "w.safetensors").write_text("Dear diary")
     with refuses("…/w.safetensors", "one that begins with b'Dear dia'"):

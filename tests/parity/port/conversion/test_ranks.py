@@ -423,7 +423,7 @@ def test_written_ranks_store_their_count(meta, tmp_path):
     (tmp_path / "ranks" / "consolidated.03.pth").rename(tmp_path / "a.pth")
     with refuses("…/ranks", "3"):
         read(tmp_path / "ranks")
-    with refuses("…/a.pth", "that of one"):
+    with refuses("…/a.pth", "the file of one"):
         read(tmp_path / "a.pth")
 
 

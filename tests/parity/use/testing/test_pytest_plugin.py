@@ -242,7 +242,7 @@ def test_invalid_comparisons_fail(what):
     ("same_precision", "words"),
     [
         (ONE[:1], r"same_precision has shape \(1, 3\), expected \(2, 3\)"),
-        (ONE.astype(np.float16), "dtype float32, that of same_precision is float16"),
+        (ONE.astype(np.float16), "dtype float32, and the dtype of same_precision is float16"),
         (ONE * np.float32("nan"), "6 elements of same_precision are NaN or infinite"),
     ],
 )
