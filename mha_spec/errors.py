@@ -38,7 +38,7 @@ class InputError(ValueError):
         got: values by name, or text if no name fits.
         remedy: settings by name that together fix the problem; a list has alternatives.
         hint: advice; follows the remedy.
-        where: place of the bad input, such as a path; precedes the argument.
+        where: location of the bad input, such as a path; precedes the argument.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class InputError(ValueError):
         return other
 
     def within(self, where: str) -> Self:
-        """Return a copy with a place before its own, if any."""
+        """Return a copy with a location before its own, if any."""
         other = copy(self)
         if self.where:
             other.where = f"{where}: {self.where}"

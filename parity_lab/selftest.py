@@ -330,7 +330,7 @@ SELFTEST_CASES = [
         AttentionSpec(
             32, 4, qkv_bias=False, out_bias=False, relative_bias=GridBias(2, 4, class_token=True)
         ),
-        "a relative bias by places on a grid",
+        "a relative bias by positions on a grid",
         seq_len=9,
     ),
     Case(
@@ -417,7 +417,7 @@ class Outcome:
 
     Attributes:
         bug: name of the bug; empty if none was injected.
-        case, backend, seed: place of the bug.
+        case, backend, seed: where the bug was injected.
         expected: stages at one of which the first difference must be.
         stage: stage of the first difference; empty if there is none.
         named: bugs that the diagnosis names, in its order.

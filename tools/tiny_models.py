@@ -305,7 +305,7 @@ def _number(name, x, values, recipe):
 
 
 def _short(name, x, recipe):
-    """Return a list of layer numbers or places, made small."""
+    """Return a list of layer numbers or positions, made small."""
     count = recipe.layers
     if count is None or not x or not all(type(each) is int for each in x):
         return list(x)

@@ -205,8 +205,8 @@ class _Pair(NamedTuple):
 
     Attributes:
         rows, keys: their positions.
-        rows_at, keys_at: their place among the local queries and the visiting keys, as a slice or
-            its start.
+        rows_at, keys_at: their positions among the local queries and the visiting keys, as a slice
+            or its start.
         is_diagonal: both have the same positions, and the mask is causal.
         is_clear: nothing but padding is hidden.
     """

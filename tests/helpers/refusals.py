@@ -20,7 +20,7 @@ class Refuses:
         kind: ValueError, or TypeError for a `InputTypeError`.
         argument: its name; "…" in it stands for any text.
         got: text contained in the passed value, or values by name; `...` stands for any value.
-        where: text contained in the place.
+        where: text contained in the location.
         remedy: settings of one of the alternatives.
         hint: text contained in the hint, such as a similar name.
     """

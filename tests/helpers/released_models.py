@@ -1,7 +1,7 @@
 """Whole models of transformers, tiny and with random weights, and our layers compared with their
 attention layers.
 
-The specification of a layer, its causality and the place and layout of its weights in a checkpoint
+The specification of a layer, its causality and the path and layout of its weights in a checkpoint
 are all read from the configuration. Nothing is downloaded.
 """
 

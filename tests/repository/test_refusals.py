@@ -16,7 +16,7 @@ from mha_spec import InputError, InputTypeError
     ],
 )
 def test_expected_fields_pass(expected):
-    """An expected error passes, twice in a row, if the argument, the values and the place
+    """An expected error passes, twice in a row, if the argument, the values and the location
     match.
     """
     for _ in range(2):
@@ -41,7 +41,7 @@ def test_expected_fields_pass(expected):
     ],
 )
 def test_different_field_fails(expected):
-    """An expected error fails if the argument, a value or its type, the place, or the kind
+    """An expected error fails if the argument, a value or its type, the location, or the kind
     differs.
     """
     with pytest.raises(AssertionError), expected:
@@ -78,7 +78,7 @@ PRINTED = (
     ],
 )
 def test_printed_error_is_found(expected):
-    """A printed error is found by its argument, values, place, remedy and hint."""
+    """A printed error is found by its argument, values, location, remedy and hint."""
     assert expected.is_printed_in(f"a line before\n{PRINTED}\n")
 
 

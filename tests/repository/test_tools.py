@@ -349,7 +349,7 @@ EDITS = {
 
 
 def test_mutants_are_valid_edits_of_code(mutants, tmp_path, monkeypatch):
-    """The mutants of a source are the expected edits, with their places; each can be
+    """The mutants of a source are the expected edits, with their positions; each can be
     compiled, and docstrings and messages stay.
     """
     monkeypatch.setattr(mutants, "ROOT", tmp_path)

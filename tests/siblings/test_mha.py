@@ -155,7 +155,7 @@ def test_relative_bias_is_a_row_of_a_table(sibling, dtype):
 
 
 def test_grid_bias_is_a_row_of_a_table(sibling):
-    """A grid bias is the row of the table that belongs to the places of both tokens."""
+    """A grid bias is the row of the table that belongs to the positions of both tokens."""
     zeros, record = sibling.array(full((2, 2, 2, 4), 0.0)), GridBias(1, 2, class_token=True)
     scores, spec = sibling.package.attention_scores, AttentionSpec(8, 2, relative_bias=record)
     # Rows of 1 after, 0, 1 before; the class token as query, as key, as both.

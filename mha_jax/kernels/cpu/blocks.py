@@ -524,7 +524,7 @@ class Blocks:
         return self._ends(begins_before_end & ends_after_begin)
 
     def _in_blocks(self, x: Array, axis: int, size: int) -> Array:
-        """Return x with an axis divided into blocks and places within them; its last value fills
+        """Return x with an axis divided into blocks and positions within them; its last value fills
         the last block.
         """
         x = jnp.pad(

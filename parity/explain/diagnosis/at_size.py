@@ -502,7 +502,7 @@ def _with_place(finding: Finding, whole: Whole) -> Finding:
 
 
 def _place(finding: Finding) -> tuple[int, int]:
-    """Return the place of a finding's stage in the data flow."""
+    """Return the position of a finding's stage in the data flow."""
     return order_of(finding.stage)
 
 

@@ -6,7 +6,7 @@ recorded in a different convention (`parity.explain.diagnosis.readings`). Legiti
 precision are allowed (`parity.explain.diagnosis.choices`).
 
 Then each stage is computed again from the observed stages before it, so two bugs in different
-places are found one after the other. A stage that was not observed is computed with the edits found
+stages are found one after the other. A stage that was not observed is computed with the edits found
 so far. An edit explains a stage if the remaining error is within the budget of
 `parity.measure.core.compare`, that is, if only rounding remains.
 

@@ -709,7 +709,7 @@ def excess(stage: str, error: float, ratio: float) -> str:
 
 
 def order_of(stage: str) -> tuple[int, int]:
-    """Return the place of a stage in the data flow, for sorting: its call, then its kind."""
+    """Return the position of a stage in the data flow, for sorting: its call, then its kind."""
     kinds = list(STAGES)
     known = stage_named(stage)
     if known.kind in kinds:
@@ -718,7 +718,7 @@ def order_of(stage: str) -> tuple[int, int]:
 
 
 def _rank_of(finding: Finding) -> int:
-    """Return the place of a finding among others: named, explained, unexplained."""
+    """Return the rank of a finding among others: named, explained, unexplained."""
     if finding.bugs:
         return 0
     if finding.is_explained:

@@ -154,7 +154,7 @@ class Remembered:
     ) -> dict[str, tuple[np.ndarray, np.ndarray]] | None:
         """Return the projections that a weight's rows come from, None if one is unknown.
 
-        Each has its rows and their places in the weight. Packed weights that were read in a
+        Each has its rows and their positions in the weight. Packed weights that were read in a
         different order consist of such rows.
         """
         own_weights = layer.problem.weights
@@ -243,7 +243,7 @@ def product_of(
 
 
 def _in_runs(rows: np.ndarray, places: np.ndarray) -> Iterator[tuple[slice, slice]]:
-    """Yield runs of consecutive rows and places, usually heads, so that slices need no copy."""
+    """Yield runs of consecutive rows and positions, usually heads, so that slices need no copy."""
     breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(places) != 1)) + 1
     for run, run_places in zip(np.split(rows, breaks), np.split(places, breaks), strict=True):
         yield slice(run[0], run[-1] + 1), slice(run_places[0], run_places[-1] + 1)

@@ -300,7 +300,7 @@ class _CommonSequence:
     Attributes:
         key: its prompt and its number in the batch.
         one, other: the sequence in each recording.
-        places_of_one, places_of_other: the places of the common tokens in each.
+        places_of_one, places_of_other: the positions of the common tokens in each.
     """
 
     key: SequenceKey

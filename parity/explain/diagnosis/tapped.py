@@ -453,7 +453,7 @@ def _is_real(calls: list[TappedCall]) -> np.ndarray:
 
 
 def _joined_values(calls: list[TappedCall], total: int) -> dict[str, np.ndarray]:
-    """Return the values of all calls, as one array each; values of keys and queries have a place
+    """Return the values of all calls, as one array each; values of keys and queries have an entry
     for every token.
     """
     first = calls[0].values

@@ -59,7 +59,7 @@ class ArrangedAttention:
         unscaled: queries and keys before a scalar multiplies them, by the number of the product.
         factors: numbers that turn products of queries and keys into scores.
         scale: total factor of the products of queries and keys.
-        norms: places of the norms for queries, keys and values.
+        norms: positions of the norms for queries, keys and values.
         positions: numbers of the positions of queries and keys that can be moved.
     """
 

@@ -354,8 +354,8 @@ class AttentionFinder:
 def _moved_places(
     operation: Operation, places: np.ndarray, values: Values
 ) -> list[tuple[int, np.ndarray]]:
-    """Return the outputs of an operation that moves numbers, with the moved places."""
-    if operation.name == "convert_element_type":  # places stay integers
+    """Return the outputs of an operation that moves numbers, with the moved positions."""
+    if operation.name == "convert_element_type":  # positions stay integers
         return [(operation.outputs[0], places)]
     others = [values[number] for number in operation.inputs[1:]]
     moved = operation.run(places, *others)

@@ -90,7 +90,7 @@ def between_endpoints(layer: ObservedLayer, endpoints: Endpoints) -> ObservedLay
 def describe_endpoints(
     layer: ObservedLayer, endpoints: Endpoints, factor: float = 1.0
 ) -> dict[str, str]:
-    """Describe the place of each endpoint in its module.
+    """Describe where each endpoint is in its module.
 
     Args:
         layer: the layer as observed, not the result of `between_endpoints`.

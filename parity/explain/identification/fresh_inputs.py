@@ -10,7 +10,7 @@ import numpy as np
 Method = Literal["drawn", "permuted", "tokens permuted"]
 """How other inputs are made. Integers are drawn from the integers of the input, or permuted:
 placeholders of images may need their number. Or the tokens of each input are permuted: their
-features may hold places.
+features may hold positions.
 """
 
 METHODS: tuple[Method, ...] = ("drawn", "permuted", "tokens permuted")
@@ -37,8 +37,8 @@ UNCHANGED = {
     "size",
     "sizes",
 }
-"""Words in the names of inputs that stay as they are: places of tokens, angles for them, segments
-and lengths.
+"""Words in the names of inputs that stay as they are: positions of tokens, angles for them,
+segments and lengths.
 """
 
 

@@ -155,7 +155,7 @@ def _project_latent(
 def _project_from_latent(
     name: str, submodule: Submodule, places: np.ndarray, fitted: FittedLayer
 ) -> None:
-    """Use a projection of a latent, by the places (N, features) of its heads.
+    """Use a projection of a latent, by the positions (N, features) of its heads.
 
     Raises:
         ValueError: if it has a bias.

@@ -86,7 +86,7 @@ def _norm_of_each_head(part: str, traced: Traced) -> tuple[Norm, Weights]:
 
 
 def _input_feature(source: Submodule, place: int, batch_size: int, num_tokens: int) -> np.ndarray:
-    """Return the input feature (B, T) at a place of the output of a norm."""
+    """Return the input feature (B, T) at a position of the output of a norm."""
     x = tokens_of(source.input, batch_size, num_tokens)
     if x is None:
         raise InputError(source.name, "receive tokens or heads", f"{source.input.shape}")

@@ -507,8 +507,8 @@ def _with_one_head_axis(x: np.ndarray) -> np.ndarray:
 
 
 def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:
-    """Return numbers at some places of an array (tokens, width) as such an array, without empty
-    features.
+    """Return the values at some positions of an array (tokens, width) as such an array, without
+    empty features.
     """
     x = np.asarray(x)
     num_tokens = int(places.max()) // width + 1

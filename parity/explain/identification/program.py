@@ -44,7 +44,7 @@ MOVING = {
     "stop_gradient",
     "transpose",
 }
-"""Primitives that only move the numbers of their first operand to other places."""
+"""Primitives that only move the values of their first operand to other positions."""
 
 Values = Mapping[int, np.ndarray]
 """Values of a call, by number."""
@@ -256,7 +256,7 @@ class Program:
         return reached
 
     def origin(self, number: int) -> int:
-        """Return the first value that holds the same numbers as a value, at other places."""
+        """Return the first value that holds the same numbers as a value, at other positions."""
         while number in self.producer:
             source = self.moved_from(self.producer[number])
             if source is None:

@@ -225,7 +225,7 @@ def _fit_axes(
         got = "no pairs that turn"
         if turning:
             got = "pairs that turn by other angles"
-        rule = "turn pairs by the place, or by integers on two or three axes"
+        rule = "turn pairs by the position, or by integers on two or three axes"
         raise InputError("rope", rule, got)
     return min(largest_position, key=largest_position.__getitem__)
 

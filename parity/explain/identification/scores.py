@@ -201,7 +201,7 @@ def _fit_constant_bias(
             tables[name] = to_numpy(parameter)
     relative = fit_relative_bias(added, tables, _distances_in(layer, config))
     if relative is None:
-        rule = "be a mask, ALiBi or a table for distances or places on a grid"
+        rule = "be a mask, ALiBi or a table for distances or positions on a grid"
         got = f"numbers up to {np.abs(added.values).max():.2g}"
         raise InputError("numbers added to scores", rule, got)
     bias, name = relative

@@ -274,8 +274,8 @@ class Order:
             fit.
         places: by canonical name, the role of the array and the elements in it, flat, in the shape
             of the canonical weight.
-        parts: by role, the canonical names in the array, and the place of each of its elements in
-            these weights, flat and joined.
+        parts: by role, the canonical names in the array, and the position of each of its elements
+            in these weights, flat and joined.
     """
 
     spec: AttentionSpec

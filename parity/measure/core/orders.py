@@ -36,7 +36,7 @@ def reversed_heads(num_heads: int) -> np.ndarray:
 
 
 def rolled_heads(num_heads: int) -> np.ndarray:
-    """Return the order in which each head comes one place later: int, (N,).
+    """Return the order in which each head comes one position later: int, (N,).
 
     Two rolled heads are also reversed.
     """

@@ -284,7 +284,7 @@ class CheckpointLayers:
         """
         path = self.checkpoint.path
         # The level is the level of the caller of `load`. Other callers are programs of the command
-        # line, which prints warnings without their places.
+        # line, which prints warnings without their locations.
         if self.missing:
             words = f"not in {path}, although its configuration or its metadata describes them: "
             warnings.warn(words + some_of(self.missing), IgnoredSettingsWarning, stacklevel=3)

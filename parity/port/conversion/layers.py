@@ -52,7 +52,7 @@ class FileLayer:
         numbers: numbers in the prefix, for `{i}`.
         index: its index in the stack under the prefix, or None.
         axis: axis of the stack.
-        placement: places of its weights in tensors.
+        placement: location of its weights in tensors.
         spec: its specification.
         hints: what was known of it before its tensors were examined.
         sources: full names of its tensors, by name after the prefix.

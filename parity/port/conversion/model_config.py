@@ -220,7 +220,7 @@ def hints_of_config(
 
 
 def _with_paths(layers: Sequence[ModelLayer]) -> list[ModelLayer]:
-    """Return the layers whose weights have a known place."""
+    """Return the layers whose weights have a known path."""
     return [layer for layer in layers if layer.path]
 
 

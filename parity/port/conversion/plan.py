@@ -203,7 +203,7 @@ class Plan:
     def place_layers(
         self, groups: Sequence[LayerGroup], to_prefix: str | None, *, fill_bias: bool
     ) -> None:
-        """Choose the place of each layer in the target.
+        """Choose where each layer goes in the target.
 
         Args:
             groups: the layers of the source.

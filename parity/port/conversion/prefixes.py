@@ -96,7 +96,7 @@ class Names:
     """The names in a file, sorted once, so that a search is fast: a file may have 200,000 names.
 
     Attributes:
-        order: place of each name in the file.
+        order: index of each name in the file.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

@@ -587,7 +587,7 @@ def _layers_and_block(path: str) -> tuple[str, str]:
 
 
 class _Identity(nn.Module):
-    """A layer that returns its input, with the attributes of the layer in whose place it is."""
+    """A layer that returns its input, with the attributes of the layer that it replaces."""
 
     def __init__(self, layer: nn.Module, num_outputs: int) -> None:
         super().__init__()

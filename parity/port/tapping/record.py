@@ -87,7 +87,7 @@ class TappedLayer:
 
     Attributes:
         name: of the module in its model.
-        index: number of the layer in the model; its place among the tapped layers if it has none.
+        index: number of the layer in the model; its index among the tapped layers if it has none.
         module: name of its class.
         kind: its type in the model's configuration, such as `sliding_attention`; empty if not
             specified.

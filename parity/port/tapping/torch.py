@@ -96,7 +96,7 @@ def _new_layer(name: str, module: nn.Module, place: int, kinds: list[str]) -> Ta
     Args:
         name: of the module.
         module: the module.
-        place: its place among the tapped modules.
+        place: its index among the tapped modules.
         kinds: type of each layer of the model; empty if unknown.
     """
     index = getattr(module, "layer_idx", None)

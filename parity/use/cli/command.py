@@ -134,7 +134,7 @@ class Argument(click.Argument):
 
 
 class Option(click.Option):
-    """An option with a place in the help.
+    """An option with its group in the help.
 
     Attributes:
         group: title above it and others.
@@ -143,7 +143,7 @@ class Option(click.Option):
     group = "options"
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        """Reject another option in the place of the value."""
+        """Reject an option where the value is expected."""
         if isinstance(value, str) and value.startswith("-") and not self.is_flag:
             flags = {flag for parameter in ctx.command.params for flag in parameter.opts}
             if value in flags:

@@ -391,7 +391,8 @@ def _as_recorded(
     converted = {}
     for comparison in comparisons:
         array = diagnosis.taken.get(comparison.stage)
-        # A convention that changes the shape cannot be shown at the places of the recorded array.
+        # A convention that changes the shape cannot be shown at the positions of the recorded
+        # array.
         if not comparison.passed and array is not None and array.shape == comparison.shape:
             converted[comparison.stage] = array
     repeated = {}

@@ -138,7 +138,7 @@ class _OperationObserver:
         actual = to_numpy(tensor)
         expected = to_numpy(value)
         if actual.shape == expected.shape and "int" not in actual.dtype.name:
-            # Unwritten values are NaN, and a mask may be infinite: these places have no budget.
+            # Unwritten values are NaN, and a mask may be infinite: these elements have no budget.
             is_finite = np.isfinite(expected)
             actual = np.where(is_finite, actual, np.zeros_like(actual))
             expected = expected.astype(np.float32)

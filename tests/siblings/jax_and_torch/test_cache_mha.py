@@ -121,8 +121,8 @@ def feed(sibling, module, x, chunks, capacity=NUM_TOKENS):
 
 
 def feed_ragged(sibling, module, x, steps):
-    """Feed at most 2 tokens a step, and return their outputs, at their places in x, and numbers of
-    tokens fed.
+    """Feed at most 2 tokens a step, and return their outputs, at their positions in x, and numbers
+    of tokens fed.
     """
     cache = module.init_cache(len(x), x.shape[1])
     outputs, num_fed = np.zeros_like(x), np.zeros(len(x), int)

@@ -38,7 +38,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_tensors_are_compared_anywhere(device, x, place):
-    """Tensors in any place, layout or block format are compared; an error of 10% fails even though
+    """Tensors in any memory, layout or block format are compared; an error of 10% fails even though
     the PCC is 0.999.
     """
     found = PLACES[place](x, device)

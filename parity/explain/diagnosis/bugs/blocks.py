@@ -129,7 +129,7 @@ class BlockBug:
     """A wrong line in the loop over blocks.
 
     Attributes:
-        words: a description, with places for the numbers of `rows` and `keys` of a block.
+        words: a description, with placeholders for the numbers of `rows` and `keys` of a block.
         of_sum: changes the factor by which the running sum is rescaled.
         of_values: changes the factor by which the weighted values are rescaled.
         key_blocks: the visited blocks of keys.

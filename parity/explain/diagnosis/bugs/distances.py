@@ -190,7 +190,7 @@ def _of_grid(right: GridBias) -> Iterator[Edit]:
 
 
 Places = tuple[GridBias, np.ndarray, np.ndarray]
-"""A grid, and the places of queries and keys among its tokens."""
+"""A grid, and the positions of queries and keys among its tokens."""
 
 
 def _query_and_key_exchanged(grid: GridBias, query: np.ndarray, key: np.ndarray) -> Places:
@@ -202,7 +202,7 @@ def _counted_by_columns(grid: GridBias, query: np.ndarray, key: np.ndarray) -> P
 
 
 def _by_columns(grid: GridBias, place: np.ndarray) -> np.ndarray:
-    """Return the places, row by row, of tokens that are counted column by column."""
+    """Return the positions, row by row, of tokens that are counted column by column."""
     first = int(grid.class_token)
     column, row = np.divmod(place - first, grid.height)
     return np.where(place < first, place, row * grid.width + column + first)

@@ -17,10 +17,10 @@ class BugFamily:
 
     Attributes:
         page: their page in parity/bugs. It is also the name of a fitted pattern.
-        fix: an instruction, with places for `spec`, which is right, `root`, sqrt(head_dim), and
-            RoPE's `scaling`; empty if the numbers of a pattern do not tell what to change.
-        about: a description, with places for `found` and `right`, if known bugs and patterns share
-            it.
+        fix: an instruction, with placeholders for `spec`, which is right, `root`, sqrt(head_dim),
+            and RoPE's `scaling`; empty if the numbers of a pattern do not tell what to change.
+        about: a description, with placeholders for `found` and `right`, if known bugs and patterns
+            share it.
     """
 
     page: str
@@ -70,7 +70,7 @@ ROUNDED_WEIGHTS = BugFamily(
 )
 BIAS = BugFamily("missing-bias", "add the bias of each projection once, its own")
 QK_NORM = BugFamily(
-    "qk-norm", "normalize with the layer's own norms, weights and eps, at the specified place"
+    "qk-norm", "normalize with the layer's own norms, weights and eps, at the specified point"
 )
 SEQUENCES = BugFamily(
     "batch-axis", "attend within each sequence: heads are (B, N, T, H), batch first"

@@ -150,7 +150,7 @@ def _attending_twice(
 
 
 def _is_before_by_slot(t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
-    """Take slot i of a full ring for the token i places after the oldest."""
+    """Take slot i of a full ring for the token i positions after the oldest."""
     first = t[:, :, :1]
     oldest = first - size
     is_in_ring = (s >= oldest) & (s < first) & (oldest >= 0)

@@ -342,7 +342,7 @@ def on_several_axes(case: Case) -> Iterator[Edit]:
     )
     yield _by_other_axes(
         "ignored",
-        "all pairs are rotated by the place in the sequence, as in text",
+        "all pairs are rotated by the position in the sequence, as in text",
         partial(_places_in_text, case.first_position),
     )
 
@@ -390,7 +390,7 @@ def _rows_and_columns_exchanged(positions: np.ndarray) -> np.ndarray:
 
 
 def _places_in_text(first_position: int, positions: np.ndarray) -> np.ndarray:
-    """Return the place of each token in the pictures of `Case.positions`, on every axis."""
+    """Return the position of each token in the pictures of `Case.positions`, on every axis."""
     if len(positions) == 2:
         row, column = positions - first_position
         place = first_position + 3 * row + column

@@ -107,10 +107,10 @@ def _positions(difference: Difference, positions: np.ndarray) -> Iterator[Edit]:
     if difference.expected.size * len(places) > MOST or not difference.is_enough(wrong):
         return
     x = complex_pairs(difference.expected, rope)  # (B, N, T, pairs)
-    away = places[:, None, None] - positions  # (places, B or 1, T)
+    away = places[:, None, None] - positions  # (positions, B or 1, T)
     turns = np.exp(1j * away[:, :, None, :, None] * right)
     actual = complex_pairs(difference.actual, rope)
-    distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (places, B, N, T)
+    distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (positions, B, N, T)
     own = np.broadcast_to(positions[:, None] - begin, distances.shape[1:])
     own_distances = np.take_along_axis(distances, own[None], axis=0)[0]
     slack = features * difference.allowed["max"] ** 2

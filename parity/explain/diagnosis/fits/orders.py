@@ -94,7 +94,7 @@ def _families_of_masks(difference: Difference, letter: str) -> Families:
 
 
 def shifts(difference: Difference) -> Iterator[Edit]:
-    """Yield tokens one place too late or too early, with any values at the end."""
+    """Yield tokens one position too late or too early, with any values at the end."""
     for axis in _axes(difference):
         # A few tokens prove nothing.
         if difference.letters[axis] not in ("T", "S") or len(difference.box[axis]) < 3:

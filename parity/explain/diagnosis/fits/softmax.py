@@ -42,7 +42,7 @@ def softmax_numbers(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
 
 
 def _numbers(problem: Problem) -> Iterator[Number]:
-    """Yield the numbers; their words have a place for the number."""
+    """Yield the numbers; their words have a placeholder for the number."""
     case = problem.case
     of_leaking, of_softmax = always_of(of.LEAKING), always_of(of.SOFTMAX)
     if case.has_mask or case.is_cached:

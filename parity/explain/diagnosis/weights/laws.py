@@ -61,7 +61,7 @@ class Pair:
     Attributes:
         name: its canonical name.
         one, other: its values in each file.
-        role: place of its heads, if it has heads and is whole.
+        role: position of its heads, if it has heads and is whole.
         places: indices of the heads, as (heads, features, the rest), of the rows or of the columns
             in the part.
     """
@@ -393,4 +393,4 @@ OF_TENSORS: tuple[Relation, ...] = (_one_plus, _zeros, _in_place_of, _transposed
 """Relations of whole tensors, in the order in which they are tried."""
 
 OF_VALUES: tuple[Relation, ...] = (_zeros, _fewer_bits, _factor, _shift)
-"""Relations that change values but not their places, for a tensor or a part of it."""
+"""Relations that change values but not their positions, for a tensor or a part of it."""

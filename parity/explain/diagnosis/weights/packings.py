@@ -108,7 +108,7 @@ def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> Packi
 def _is_mixed(order: np.ndarray, sizes: dict[str, int]) -> bool:
     """Return whether a tensor of the second file has rows of several tensors of the first."""
     ends = np.cumsum(list(sizes.values()))
-    # The tensor of the first file, by its place, that each row of the second comes from.
+    # The tensor of the first file, by its position, that each row of the second comes from.
     sources = np.searchsorted(ends, order, side="right")
     for sources_of_tensor in np.split(sources, ends[:-1]):
         if len(np.unique(sources_of_tensor)) > 1:
@@ -199,7 +199,7 @@ def _misread(
     by_rows: dict[bytes, RowOrder] = {}
     for packed in known:
         by_rows.setdefault(packed.rows.tobytes(), packed)
-    # A reader takes row rows[i] of a projection from place i; so the packed rows are the rows of
+    # A reader takes row rows[i] of a projection from position i; so the packed rows are the rows of
     # the first in that order.
     for read in known:
         packed = by_rows.get(order[read.rows].tobytes())

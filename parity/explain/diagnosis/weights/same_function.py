@@ -200,7 +200,7 @@ class _Rows:
     def features(self, kind: str, group: int, heads: Iterable[int]) -> list[object]:
         """Return a key for each feature of a group: its rows in all weights.
 
-        A feature that cannot be permuted has its place as its key.
+        A feature that cannot be permuted has its position as its key.
         """
         places = {"q": [(group, n) for n in heads], "kv": [(group, 0)], "shared": [(0, 0)]}
         rows_of_heads = []

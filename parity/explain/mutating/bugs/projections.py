@@ -181,9 +181,7 @@ def _with_heads_reordered(
 
 
 def _with_heads_tiled(weights: Projections) -> Arrays:
-    """Make query head n use key/value head n % K, by computing it in the place of a head that uses
-    that one.
-    """
+    """Make query head n use key/value head n % K, by computing it as a head that uses that one."""
     spec = weights.spec
     if not 1 < spec.num_kv_heads < spec.num_heads:
         raise Unfit(f"it has {spec.num_heads} query heads and {spec.num_kv_heads} key/value heads")

@@ -143,7 +143,7 @@ def _check_positions(call: Call, cosines: np.ndarray) -> None:
 
 
 def _angles_like(cosines: np.ndarray, theta: float) -> np.ndarray:
-    """Return angles (T, R) of a base, with pairs in the places where cosines (…, T, R) have them:
+    """Return angles (T, R) of a base, with pairs at the features where cosines (…, T, R) have them:
     each pair once, or twice, in both halves or side by side.
     """
     num_tokens, size = cosines.shape[-2:]

@@ -122,7 +122,7 @@ def _scaled(
 
 
 def _places_in_series(rope: Rope, head_dim: int) -> list[tuple[int, int]]:
-    """Return the place p of each pair in a series of frequencies, theta ** (-2 p / H), with H, the
+    """Return the index p of each pair in a series of frequencies, theta ** (-2 p / H), with H, the
     number of features of that series.
     """
     count = count_rotated(rope, head_dim)

@@ -88,7 +88,7 @@ BLOCKS = (1, 2, 4, 8)
 PROJECTIONS_AND_NORMS = [name for name in EVERYTHING if name not in SCORE_WEIGHTS]
 
 STACK_AXES = (0, 1)
-"""Axes on which layers may be stacked: a bias, of one axis, has only these two places for it."""
+"""Axes on which layers may be stacked: a bias, of one axis, has only these two axes for it."""
 
 WHOLE_WEIGHTS = (
     *SCORE_WEIGHTS,

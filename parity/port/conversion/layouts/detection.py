@@ -418,7 +418,7 @@ def find_spec(
 
 
 def _check_no_others(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
-    """Reject tensors such as norms, whose place in the computation shapes do not show."""
+    """Reject tensors such as norms, whose role in the computation shapes do not show."""
     others = sorted(names_of(layout.others, shapes))
     if not others:
         return

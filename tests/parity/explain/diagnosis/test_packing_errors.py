@@ -1,4 +1,4 @@
-"""A packed tensor read in a wrong order: both orders, or the places of rows, are named."""
+"""A packed tensor read in a wrong order: both orders, or the positions of rows, are named."""
 
 import re
 

@@ -181,7 +181,7 @@ UNUSED = [0.0, 7.0, np.nan]
 
 @pytest.mark.parametrize("value", UNUSED)
 def test_padding_is_not_compared(value):
-    """Any values of padding pass; an error in the last real token is found at its place."""
+    """Any values of padding pass; an error in the last real token is found at its position."""
     problem, values = right(GQA)
     is_padding = np.arange(6)[None, :] >= np.array([4, 6])[:, None]
     for name in ("q", "k", "v", "context", "output"):

@@ -331,7 +331,7 @@ def test_fidelity_is_named_from_kernels(case, fidelity, names, path):
 
 
 def test_shuffled_lofi_error_is_unknown(rng):
-    """The errors of LoFi at shuffled places are unknown: no fidelity is named."""
+    """The errors of LoFi at shuffled positions are unknown: no fidelity is named."""
     problem = make_problem(CASES["full"], "bfloat16")
     right = np.asarray(Reference(problem).accumulated["output"], np.float64)
     lofi = RECORDED["full/LoFi/plain"].view(dtype_named("bfloat16")).astype(np.float64)
