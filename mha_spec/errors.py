@@ -179,7 +179,7 @@ def _has_array(value: object) -> bool:
 
 
 def _shown_with_arrays(value: Any) -> str:
-    """Return a value with the type, shape and dtype of its arrays: their numbers would fill the
+    """Return a value with the type, shape and dtype of its arrays: their elements would fill the
     message.
     """
     if isinstance(value, Mapping):

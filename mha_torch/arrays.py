@@ -69,7 +69,7 @@ def constant(x: np.ndarray, like: Tensor, dtype: torch.dtype | None = None) -> T
 def _on_gpu(
     x: bytes, array_dtype: np.dtype, dtype: torch.dtype | None, device: torch.device
 ) -> Tensor:
-    """Return the numbers of an array on a GPU, (L,), in a different dtype if requested."""
+    """Return the values of an array on a GPU, (L,), in a different dtype if requested."""
     with torch.inference_mode(False):  # autograd rejects inference tensors
         return torch.tensor(np.frombuffer(x, array_dtype), dtype=dtype, device=device)
 

@@ -38,7 +38,7 @@ def attention_scores(
     """Return scaled dot products of queries and keys, capped and biased, in at least float32.
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative
-    bias adds numbers from a table. Relative products add scaled products of queries and vectors of
+    bias adds values from a table. Relative products add scaled products of queries and vectors of
     distances, and of keys and such vectors.
 
     Args:

@@ -536,7 +536,7 @@ def _context_of_cut(bits: int, plan: Plan, attention_context: Any, *inputs: Any)
 
 
 def _quantized(xp: Any, x: Any) -> tuple[Any, Any]:
-    """Return the numbers of int8, and a scale for each head of each token."""
+    """Return the values in int8, and a scale for each head of each token."""
     scales = xp.amax(xp.abs(x), axis=-1, keepdims=True) / 127
     return xp.round(x / scales), scales
 

@@ -96,7 +96,7 @@ class FusedAttention(BlockSizes):
         """
         batch_size, num_heads, seq_len_q, _ = query.shape
         _, num_kv_heads, seq_len_k, _ = key.shape
-        if platform != "cpu":  # the scores of one query are fewer than the numbers of its keys
+        if platform != "cpu":  # the scores of one query are fewer than the elements of its keys
             return (
                 seq_len_q == 1 or batch_size * num_heads * seq_len_q * seq_len_k <= self.most_scores
             )

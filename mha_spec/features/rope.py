@@ -246,7 +246,7 @@ class Rope(Record):
 
 def _axes(pairs: int, sections: tuple[int, ...], order: str) -> list[int]:
     """Return the axis of each pair, in plain Python: torch.compile does not know the values of
-    NumPy's numbers.
+    NumPy's scalars.
     """
     if order == "contiguous":
         return [axis for axis, section in enumerate(sections) for _ in range(section)]

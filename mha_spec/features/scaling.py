@@ -53,7 +53,7 @@ class Scaling(Record):
         return 1.0
 
     def divisors(self) -> tuple[float, ...]:
-        """Return the numbers by which frequencies are divided."""
+        """Return the divisor of each frequency."""
         return ()
 
     def check(self, theta: float, features: int) -> None:

@@ -14,7 +14,7 @@ from parity.measure.core.records import JsonRecord
 from parity_lab.mesh.plan import MeshPlan
 
 NUMBERS, FLAGS = "all-reduce", "all-reduce of flags"
-"""Reductions of numbers, and of booleans, which flag the non-finite tokens."""
+"""Reductions of floats, and of booleans, which flag the non-finite tokens."""
 
 Counts = dict[str, int]
 """Number of collective operations of a program, by kind."""

@@ -45,7 +45,7 @@ class Sibling(ABC):
         backend: its module of `parity.measure.backends`.
         kernel_dtype: the widest NumPy dtype of the fused kernel; all other functions take float32.
         other_dtype: a floating dtype that does not go with `kernel_dtype`.
-        rounding: the error of a device in numbers of order 1, beyond that of float32 arithmetic.
+        rounding: the error of a device in values of order 1, beyond that of float32 arithmetic.
         unsupported: why a feature that others have is missing here, by feature.
     """
 

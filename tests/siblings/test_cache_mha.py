@@ -79,7 +79,7 @@ def filled_cache(sibling, module, lengths, dtype=np.float32, capacity=NUM_TOKENS
 
 
 def units(dtype, number=4):
-    """As many units of rounding of numbers of order 1: with their shapes, products add in a
+    """As many units of rounding of values of order 1: with their shapes, products add in a
     different order.
     """
     return number * float(ml_dtypes.finfo(dtype).eps)

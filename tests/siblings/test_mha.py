@@ -270,7 +270,7 @@ def test_two_keys_weigh_one_and_e(sibling, form):
     query, key, value = [[[[1.0]]]], [[[[0.0], [1.0]]]], [[[[10.0], [20.0]]]]
     heads = (np.array(x, sibling.dtype_of(form)) for x in (query, key, value))
     expected = np.array([[[[(10 + 20 * math.e) / (1 + math.e)]]]])
-    # Two products and a sum, each rounded once, of numbers of at most 20.
+    # Two products and a sum, each rounded once, of values of at most 20.
     sibling.assert_close(sibling.attend_heads(form, *heads), expected, within=20 * 3 * EPSILON)
 
 
@@ -573,7 +573,7 @@ def test_order_of_the_keys_is_rounding(sibling, form):
     after = sibling.attended(f"module-{form}", SPEC, permuted, mask=MASK[..., order])
     sibling.assert_close(
         after, before, within=8 * EPSILON
-    )  # sums of 4 numbers of order 1 in a different order
+    )  # sums of 4 values of order 1 in a different order
 
 
 @sample(12, jax=1)
@@ -911,7 +911,7 @@ def dropped(sibling, rates, seed=0, calls=1, **options):
 @every_rate
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 def test_dropout_depends_on_the_seed(sibling, need_weights, rates):
-    """Training drops something: the same for the same seed, other numbers for another seed or in
+    """Training drops something: the same for the same seed, other values for another seed or in
     the next call.
     """
     options = {"need_weights": need_weights}

@@ -62,7 +62,7 @@ def test_key_width_defaults_to_query_width():
 
 
 def test_spec_stores_plain_numbers():
-    """NumPy numbers are stored as Python's: specifications and their JSON are equal."""
+    """NumPy scalars are stored as Python's: specifications and their JSON are equal."""
     numbers = {
         "window_size": np.int64(4),
         "scale": np.float32(0.5),
@@ -1082,7 +1082,7 @@ def reference_of(fields):
 
 @pytest.mark.parametrize("name", MAKES)
 def test_rough_numbers_raise_or_are_computed(name):
-    """Extreme numbers raise an error, or have finite frequencies and scales and can be computed."""
+    """Extreme values raise an error, or have finite frequencies and scales and can be computed."""
     make = MAKES[name]
     num_refused = 0
     accepted = []

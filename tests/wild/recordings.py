@@ -1,6 +1,4 @@
-"""How people record the stages of their layers: in the forms in which their code has them, or in
-customary ones.
-"""
+"""How people record the stages of their layers: in the forms in which their code has them, or in customary ones."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def _pick(noted: Recorded, names: tuple[str, ...]) -> Recorded:
 
 
 def plain(noted: Recorded, problem: Problem) -> Recorded:
-    """Every stage by its name, in its canonical form; with a cache that grows, filled up with
-    zeros.
-    """
+    """Every stage by its name, in its canonical form; with a cache that grows, filled up with zeros."""
     return grown_to_capacity(_pick(noted, ("mask", *PLAIN, *CACHE)), problem)
 
 
@@ -53,9 +49,7 @@ def no_mask(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def grown_to_capacity(noted: Recorded, problem: Problem) -> Recorded:
-    """Caches, scores, weights and masks of all slots of the capacity: slots without a token are 0,
-    or hidden.
-    """
+    """Caches, scores, weights and masks of all slots of the capacity: slots without a token are 0, or hidden."""
     found, capacity = {}, problem.case.capacity
     for name, value in noted.items():
         stage = stage_named(name)
@@ -80,9 +74,7 @@ def last_stages(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def first_and_last(noted: Recorded, problem: Problem) -> Recorded:
-    """The stages that forward hooks on the projections record: q, k, v by heads, context and
-    output.
-    """
+    """The stages that forward hooks on the projections record: q, k, v by heads, context and output."""
     return _pick(noted, ("q", "k", "v", "context", "output"))
 
 
@@ -117,9 +109,7 @@ def growing(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def dirty_slots(noted: Recorded, problem: Problem) -> Recorded:
-    """A cache that was not emptied: slots that hold nothing yet are not 0, nor are their scores;
-    they are hidden.
-    """
+    """A cache that was not emptied: slots that hold nothing yet are not 0, nor are their scores; they are hidden."""
     found, seen = plain(noted, problem), np.cumsum(problem.case.chunks)
     rng = np.random.default_rng(0)
     for name, value in found.items():

@@ -105,7 +105,7 @@ def _over_heads(attn_weights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _RecordedForm:
-    """A form in which a stage may be recorded, with more or fewer numbers than the reference.
+    """A form in which a stage may be recorded, with more or fewer elements than the reference.
 
     Attributes:
         words: a description that follows the name of the stage; empty for the reference's form.

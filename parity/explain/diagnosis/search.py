@@ -2,8 +2,8 @@
 
 For each stage that differs, in the order of the data flow, candidates are tried in one order: known
 bugs alone, cheap ones first; known bugs that only lose precision; pairs of known bugs; and
-patterns, whose numbers are fitted to the stage. An edit explains a stage if the reference, which is
-computed with it from the observed stages before, differs by rounding alone, and no other stage
+patterns, whose parameters are fitted to the stage. An edit explains a stage if the reference, which
+is computed with it from the observed stages before, differs by rounding alone, and no other stage
 becomes wrong.
 
 A *part* of a trace is what is searched at once: the stage functions, then each path of a module. A
@@ -642,7 +642,7 @@ class _Question:
         return self.trial.judgement(self.stage, (*self.edits, edit)).ratio <= NEARLY
 
     def _is_reproduced_by(self, edits: Edits) -> bool:
-        """Return True if a loss of precision reproduces the stage, as far as numbers of the layer's
+        """Return True if a loss of precision reproduces the stage, as far as values of the layer's
         dtype can show.
         """
         trial = self.trial
@@ -652,7 +652,7 @@ class _Question:
 
     def _is_rounded_alike(self, edits: Edits) -> bool:
         """Return True if a different rounding reproduces the stage in its own dtype: budgets in 16
-        bits are wider than a step between stored numbers.
+        bits are wider than a step between stored values.
         """
         trial = self.trial
         dtype = kept_dtype(self.stage, trial.problem.dtype)
@@ -918,7 +918,7 @@ def _unexplained(trial: Trial, stage: str, edits: Edits, work: Work) -> Finding:
     if trial.scope.is_quick:
         return finding
     description = trial.describe(
-        stage, edits, partial(work.inside, "numbers and parts of the layer")
+        stage, edits, partial(work.inside, "parameters and parts of the layer")
     )
     if sample_of(trial.problem) is not None and description is not None:
         description = _of_sample(description)

@@ -581,7 +581,7 @@ class Trial:
 
     @cached_property
     def _flow(self) -> list[Flow]:
-        """Return the dependencies of each step of the right layer; empty for nudged numbers."""
+        """Return the dependencies of each step of the right layer; empty for nudged values."""
         if self._is_nudged:
             return []
         return flow_of(self.problem) if self._right is None else self._right._flow
@@ -633,7 +633,7 @@ class Trial:
             return NOT_MEASURED
         spend_on(expected)
         compared = self.compared(stage, expected)
-        # Numbers that a quantized cache may round either way are others with each edit: the budget
+        # Values that a quantized cache may round either way are others with each edit: the budget
         # of the right layer says nothing about them.
         is_quantized = self.problem.case.cache_quantization is not None
         if quick and not is_quantized:
@@ -658,7 +658,7 @@ class Trial:
         compared.
 
         A number in the middle between two narrower ones may be rounded either way. A few such
-        numbers decide the largest difference, but not the mean.
+        values decide the largest difference, but not the mean.
 
         Args:
             stage: the stage.
@@ -812,8 +812,8 @@ class Trial:
         Args:
             stage: the stage.
             edits: of the expected values.
-            limited: a context that raises a TimeoutError if numbers of the specification, or parts
-                of the layer, exceed the limit of work.
+            limited: a context that raises a TimeoutError if parameters of the specification, or
+                parts of the layer, exceed the limit of work.
         """
         expected = self.stage(stage, edits)
         actual = self._actual(stage, expected)

@@ -57,7 +57,7 @@ class ArrangedAttention:
         axes: axes of each stage by name.
         order: the order of heads.
         unscaled: queries and keys before a scalar multiplies them, by the number of the product.
-        factors: numbers that turn products of queries and keys into scores.
+        factors: factors that turn products of queries and keys into scores.
         scale: total factor of the products of queries and keys.
         norms: positions of the norms for queries, keys and values.
         positions: numbers of the positions of queries and keys that can be moved.

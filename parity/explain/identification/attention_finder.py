@@ -70,7 +70,7 @@ class BiasedProduct:
 
     Attributes:
         output: number of the sum.
-        places: index of each of its numbers in an array (tokens, features) of the product.
+        places: index of each of its elements in an array (tokens, features) of the product.
         bias: number of the bias; None if there is none.
         leaves: names of the parameters that the bias is computed from.
     """
@@ -354,7 +354,7 @@ class AttentionFinder:
 def _moved_places(
     operation: Operation, places: np.ndarray, values: Values
 ) -> list[tuple[int, np.ndarray]]:
-    """Return the outputs of an operation that moves numbers, with the moved positions."""
+    """Return the outputs of an operation that moves elements, with the moved positions."""
     if operation.name == "convert_element_type":  # positions stay integers
         return [(operation.outputs[0], places)]
     others = [values[number] for number in operation.inputs[1:]]

@@ -52,7 +52,7 @@ class EvaluatedProgram:
     # ---- Constants -------------------------------------------------------------------------------
 
     def is_constant(self, number: int) -> bool:
-        """Return whether a value depends on no argument, and all its numbers are equal."""
+        """Return whether a value depends on no argument, and all its elements are equal."""
         if number in self.finder.varying or self.finder.leaves_of(number):
             return False
         return bool(np.ptp(self.array(number)) == 0)

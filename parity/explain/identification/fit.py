@@ -433,7 +433,7 @@ def _trace_heads(
 
 
 def _possible_factors(layer: ObservedLayer, part: str, head_dim: int) -> list[float]:
-    """Return factors of projections: numbers of the module, and for queries the default scale."""
+    """Return factors of projections: constants of the module, and for queries the default scale."""
     factors = []
     if part == "q":
         factors.append(head_dim**-0.5)

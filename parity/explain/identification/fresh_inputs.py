@@ -1,4 +1,4 @@
-"""Make fresh inputs for calls that verify a layer: other tokens and numbers of the same shapes."""
+"""Make fresh inputs for calls that verify a layer: other tokens and values of the same shapes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ segments and lengths.
 def fresh_arrays(
     inputs: Mapping[str, np.ndarray], method: Method = "drawn"
 ) -> dict[str, np.ndarray]:
-    """Return arrays of the same shapes with other tokens or numbers. Equal arrays stay equal.
+    """Return arrays of the same shapes with other tokens or values. Equal arrays stay equal.
 
     Args:
         inputs: arrays by name. Booleans, complex numbers and arrays with infinite numbers stay as

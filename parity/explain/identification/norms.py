@@ -175,7 +175,7 @@ def _with_parameters(
 
 
 def _candidate_eps(submodule: Submodule) -> list[float]:
-    """Return candidates for eps: small numbers of the module, or torch's default if it holds
+    """Return candidates for eps: small constants of the module, or torch's default if it holds
     None.
     """
     candidates = []

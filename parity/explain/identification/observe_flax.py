@@ -40,7 +40,7 @@ from parity.measure.core.arrays import to_jax
 from parity.port.tapping.record import TappedCall, TappedLayer
 
 RANDOM = ("random_bits", "threefry2x32")
-"""Primitives that draw numbers."""
+"""Primitives that draw random numbers."""
 
 
 @dataclass(frozen=True)

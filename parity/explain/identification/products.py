@@ -117,7 +117,7 @@ def fit_relative_products(
 
     Args:
         layer: the observed layer.
-        added: numbers that are added to scores, (B, N, T, S); 0 for hidden keys.
+        added: values that are added to scores, (B, N, T, S); 0 for hidden keys.
         hidden: keys that queries do not see, (T, S).
         config: of the model, for distances that a short input cannot show.
         fitted: collects the fields.

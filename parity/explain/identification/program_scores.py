@@ -1,4 +1,4 @@
-"""Fit the numbers of a program between queries and keys and the softmax: scale and soft cap."""
+"""Fit the constants of a program between queries and keys and the softmax: scale and soft cap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScaledOperand(NamedTuple):
 
 
 class ScoreFactors(NamedTuple):
-    """Numbers that turn products of queries and keys into scores.
+    """Factors that turn products of queries and keys into scores.
 
     Attributes:
         factor: scalar factor of the products.

@@ -65,7 +65,7 @@ def observe_fresh(
 
 
 def _fresh_inputs(inputs: Mapping[str, Any], method: Method) -> dict[str, Any]:
-    """Return inputs of the same shapes with other tokens or numbers, on the same device."""
+    """Return inputs of the same shapes with other tokens or values, on the same device."""
     import torch
 
     arrays = {}

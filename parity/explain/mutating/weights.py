@@ -193,7 +193,7 @@ def _with_output(prefix: tuple[str, ...], layers: Mapping[tuple[str, ...], Named
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers that a module, its configuration or the call states; None if nothing states them."""
+    """Sizes that a module, its configuration or the call states; None if nothing states them."""
 
     num_heads: int | None
     num_kv_heads: int | None

@@ -400,7 +400,7 @@ def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> floa
     if not x.size:
         return 0.0
     size = math.sqrt(_mean(x**2))
-    if size == 0.0:  # zeros, or numbers whose squares are too small for float64
+    if size == 0.0:  # zeros, or values whose squares are too small for float64
         return 0.0
     errors = _elements(actual, counted).astype(np.float64, copy=False) - x
     return abs(_mean(errors * x)) / size
@@ -414,7 +414,7 @@ def _elements(x: np.ndarray, counted: np.ndarray) -> np.ndarray:
 
 
 def _mean(x: np.ndarray) -> float:
-    """Return the mean of contiguous numbers, faster than `x.mean()`.
+    """Return the mean of contiguous values, faster than `x.mean()`.
 
     It takes a third of the time, which dominates for small arrays.
     """
@@ -656,7 +656,7 @@ def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float,
 
 
 def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the distance between neighboring numbers of a dtype at the expected values."""
+    """Return the distance between neighboring values of a dtype at the expected values."""
     info = ml_dtypes.finfo(dtype_named(dtype))
     exponents = np.floor(np.log2(np.maximum(np.abs(expected), float(info.smallest_normal))))
     return np.exp2(exponents) * float(info.eps)

@@ -28,7 +28,7 @@ FORMAT = "1"  # of files; increased if old readers could misread new files
 QKV = ("q_proj", "k_proj", "v_proj")  # stored as one by fused modules
 
 CHUNK = 1 << 16
-"""Numbers checked at once, which fit a CPU cache."""
+"""Elements checked at once, which fit a CPU cache."""
 
 EXPONENT_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 """Bits of the exponent, all set in infinities and NaN, of dtypes that are slow in NumPy."""
@@ -80,7 +80,7 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
     """Return Xavier-uniform weights, float32.
 
     Biases are in [-1/2, 1/2], so that a missing bias shows. Factors of norms are 0.5 to 0.8 or 1.2
-    to 1.5, so that a missing weight of a norm also shows. Sinks and learned numbers of distances
+    to 1.5, so that a missing weight of a norm also shows. Sinks and learned values of distances
     are between 0.5 and 1.5 in size.
 
     Args:

@@ -1,7 +1,7 @@
 """Record attention layers of a Flax model by intercepting calls of nnx and linen modules.
 
 Under `jax.grad` the values of a layer are tracers. A function with a backward pass of its own,
-which JAX calls with their numbers, shows these and their gradients.
+which JAX calls with their values, shows these and their gradients.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class _FlaxListener:
             if _is_ours(module):
                 self.values["mask"] = _values_of(mask).astype(bool)
             elif type(module).__module__.startswith("flax."):
-                # Flax's masks show keys, and may be numbers.
+                # Flax's masks show keys, and may be floats.
                 self.values["mask"] = ~_values_of(mask).astype(bool)
         self.past = _num_cached(module, arguments)
 

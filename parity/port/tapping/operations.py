@@ -93,7 +93,7 @@ class Attended:
 
     Attributes:
         q, k, v, context: heads (B, heads, tokens, features).
-        mask: True where a query may attend to a key, or numbers that are added to scores.
+        mask: True where a query may attend to a key, or values that are added to scores.
         scale: factor of the products of queries and keys.
         soft_cap: bound of the scores; None if there is none.
         scores: input of the softmax, (B, N, T, S); None if it was not recorded.
@@ -234,7 +234,7 @@ class LayerOperations:
         scores = [origin for origin in softmax.origins if isinstance(origin, Scores)]
         if len(scores) > 1:
             # Scores of the shape of the weights are the products of queries and keys. Others are
-            # products of vectors of distances, which may be fitted to the numbers.
+            # products of vectors of distances, which may be fitted to the values.
             shape = self.contexts[0].left.shape if len(self.contexts) == 1 else None
             scores = [origin for origin in scores if origin.product.result.shape == shape]
         if len(scores) != 1 or _has_softmax(softmax.origins):

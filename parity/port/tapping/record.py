@@ -46,7 +46,7 @@ VALUES = {
 
 `positions` may have one more leading axis, for rows and columns. `is_real` is False for padding; if
 the model received a full mask instead of a padding mask, it is False for tokens that attend to
-nothing. `mask` is the mask of the attention function: True where a key is hidden, or numbers added
+nothing. `mask` is the mask of the attention function: True where a key is hidden, or values added
 to the scores. `call_mask` is the part of it that the caller passed and the specification does not
 define; a tap does not record it. `k` and `v` belong to the call's own tokens. `scores` are the
 input of the softmax, mask and biases included, if no attention function was called. `cache.keys`

@@ -243,7 +243,7 @@ def _print_unlimited(out: Console, columns: Sequence[Column], rows: Sequence[Row
     out.print(_Lines(lines), crop=False)
 
 
-# ---- Progress and numbers ------------------------------------------------------------------------
+# ---- Progress and values -------------------------------------------------------------------------
 
 
 @contextmanager

@@ -374,7 +374,7 @@ junk = pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
 @junk
 @pytest.mark.parametrize("num_new", [1, 2])
 def test_stale_slots_change_nothing(sibling, value, num_new):
-    """Finite numbers in the slots after the tokens of a sequence, up to 1e30,
+    """Finite values in the slots after the tokens of a sequence, up to 1e30,
     change no bit of the output.
     """
     module = cached_layer(sibling, GQA_ROPE)

@@ -132,7 +132,7 @@ def test_ragged_sequences_match_full_passes(sibling):
 
 
 def test_cache_size_per_token(sibling):
-    """A cache has kv_rank + rope_dim numbers per token, as cache_nbytes says."""
+    """A cache has kv_rank + rope_dim elements per token, as cache_nbytes says."""
     cache = module(sibling).init_cache(2, 10)
     assert cache.latents.shape == (2, 1, 10, 40)
     assert cache.latents.nbytes == SPEC.cache_nbytes(2, 10, np.dtype(np.float32))

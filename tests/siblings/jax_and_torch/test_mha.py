@@ -464,7 +464,7 @@ def test_key_permutation_changes_rounding(sibling, rng):
 
     assert (
         np.abs(before - after).max() <= 8 * EPSILON
-    )  # sums of 4 numbers of order 1 in a different order
+    )  # sums of 4 values of order 1 in a different order
 
 
 @sample(jax=1)
@@ -790,7 +790,7 @@ def test_key_defaults_to_the_query(sibling):
     )
 
 
-# ---- Large numbers and long sequences in half precision ------------------------------------------
+# ---- Large values and long sequences in half precision ------------------------------------------
 
 
 @sample(jax=1)
@@ -1311,5 +1311,5 @@ def test_torch_module_runs_under_autocast(sibling, option, need_weights):
         output, _ = module(query, **{option: options[option]}, need_weights=need_weights)
 
     # bfloat16 rounds input, weights, projections, context and output, each to half an epsilon of
-    # numbers of order 1.
+    # values of order 1.
     assert (output - module(query)[0]).abs().max() <= 5 * torch.finfo(torch.bfloat16).eps

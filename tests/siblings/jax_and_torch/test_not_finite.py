@@ -375,7 +375,7 @@ def test_full_lengths_are_no_padding(sibling):
             sibling.package.masks.Mask(key_padding_lengths=lengths), 2, 5, *place
         )
         assert is_padding is None
-        assert mask.key_padding_lengths == [5, 5]  # as numbers
+        assert mask.key_padding_lengths == [5, 5]  # as floats
     _, is_padding = find(sibling.package.masks.Mask(key_padding_lengths=[5, 3]), 2, 5, *place)
     assert sibling.numpy(is_padding).tolist() == [[False] * 5, [False] * 3 + [True] * 2]
     assert find(sibling.package.masks.Mask(), 2, 5, *place)[1] is None

@@ -69,7 +69,7 @@ def tokens(*shape, seed=1):
 
 
 def test_values_of_tensors_are_known():
-    """values_of returns the numbers of a tensor, also of a scalar and an empty one."""
+    """values_of returns the values of a tensor, also of a scalar and an empty one."""
     assert values_of(torch.tensor([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
     assert values_of(torch.tensor(True)) is True
     assert values_of(torch.zeros(0)) == []

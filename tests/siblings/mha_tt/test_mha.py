@@ -69,7 +69,7 @@ EMPTY = (0, 1)  # the empty row of an output (B, T, E)
 
 
 def draw(rng, dtype, *shape):
-    """Return random numbers that the dtype represents exactly."""
+    """Return random values that the dtype represents exactly."""
     return rounded(rng.standard_normal(shape), dtype)
 
 

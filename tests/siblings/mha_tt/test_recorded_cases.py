@@ -52,6 +52,6 @@ def test_run_reports_source_of_its_values():
     report = run_cases([case], ["tt"], weights=weights)
     assert report.warnings[0] == f"{values} golden functions"
     assert re.match(
-        r"tt ran a different program .* full in float32: step \d+ uploads other numbers",
+        r"tt ran a different program .* full in float32: step \d+ uploads other values",
         report.warnings[1],
     )

@@ -95,12 +95,12 @@ m("positions-bf16", "precision", (TABLES, TABLES.replace(".float()", ".bfloat16(
   "Positions are rounded to bfloat16, in which 2001 is 2000.", "q", case="llama-far", law="positions rounded")
 m("angles-bf16", "precision", ("freqs = position_ids[:, :, None].float() * cfg.inv_freq[None, None, :]",
     "freqs = (position_ids[:, :, None].bfloat16() * cfg.inv_freq.bfloat16()[None, None, :]).float()"),
-  "Positions, frequencies and angles are bfloat16 numbers.", "q", case="llama-offset",
+  "Positions, frequencies and angles are in bfloat16.", "q", case="llama-offset",
   limited={"H": (1, 2, 3, 5, 6, 7)}, law="angles in bfloat16")
 m("angles-half", "precision", ("emb = torch.cat((freqs, freqs), dim=-1)", "emb = torch.cat((freqs, freqs), dim=-1).half()"),
-  "Angles are float16 numbers.", "q", case="llama-offset", law="angles in float16")
+  "Angles are in float16.", "q", case="llama-offset", law="angles in float16")
 m("powers-bf16", "precision", (INV, INV.replace(" / dim))", " / dim)).bfloat16().double()")),
-  "Powers of theta are bfloat16 numbers.", "q", case="llama-500k",
+  "Powers of theta are in bfloat16.", "q", case="llama-500k",
   limited={"T": (1, 2, 3, 4, 5, 6, 7, 8), "H": (1, 2, 5, 6)}, law="frequencies in bfloat16")
 m("frequencies-bf16", "precision", ("return inv_freq.float()", "return inv_freq.bfloat16().float()"),
   "inv_freq was cast to bfloat16 with the model.", "q", law="bfloat16 frequencies", case="llama-far")

@@ -83,7 +83,7 @@ def other_sequence(exam: Examination, question: Question) -> Answer:
 
 
 def _with_other_sequence(x: np.ndarray) -> np.ndarray:
-    """Return an input with large other numbers in sequence 1."""
+    """Return an input with other, large values in sequence 1."""
     other = x.copy()
     other[1] = np.random.default_rng(SEED + 1).standard_normal(x[1].shape) * 10.0
     return other

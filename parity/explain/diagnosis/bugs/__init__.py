@@ -264,7 +264,7 @@ def bugs_from_call(case: Case, call: int, observed: Mapping[str, np.ndarray]) ->
     Args:
         case: the case.
         call: the call.
-        observed: the stages, which tell some of their numbers.
+        observed: the stages, which determine some of their parameters.
     """
     if not case.is_cached or not 0 <= call < len(case.chunks):
         return []

@@ -130,7 +130,9 @@ def relative_bias(case: Case) -> Iterator[Edit]:
 
 
 def _read_by_heads(num_heads: int, table: np.ndarray) -> np.ndarray:
-    """Return the numbers of a table (num_buckets, N) as if they were stored as (N, num_buckets)."""
+    """Return the elements of a table (num_buckets, N) as if they were stored as (N,
+    num_buckets).
+    """
     return table.reshape(num_heads, -1).T
 
 

@@ -18,7 +18,7 @@ class BugFamily:
     Attributes:
         page: their page in parity/bugs. It is also the name of a fitted pattern.
         fix: an instruction, with placeholders for `spec`, which is right, `root`, sqrt(head_dim),
-            and RoPE's `scaling`; empty if the numbers of a pattern do not tell what to change.
+            and RoPE's `scaling`; empty if the values of a pattern do not tell what to change.
         about: a description, with placeholders for `found` and `right`, if known bugs and patterns
             share it.
     """

@@ -72,7 +72,7 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 
 
 def in_sixteen_bits(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Return numbers of float32 rounded to bfloat16 or float16, in the array's own dtype."""
+    """Return float32 values rounded to bfloat16 or float16, in the array's own dtype."""
     with np.errstate(over="ignore"):
         return x.astype(np.float32).astype(dtype_named(dtype)).astype(x.dtype)
 
@@ -236,7 +236,7 @@ class NewTokens(NamedTuple):
 
 
 def attn_weights(change: Callable[[Layer, np.ndarray], np.ndarray]) -> Overrides:
-    """Change the attention weights after the softmax, in wide numbers."""
+    """Change the attention weights after the softmax, in a wide dtype."""
 
     def override(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
         a = layer.arithmetic

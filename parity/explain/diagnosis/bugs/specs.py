@@ -162,7 +162,7 @@ def _norms(right: AttentionSpec, wrong: AttentionSpec) -> Override:
 
 
 def _soft_cap(wrong: AttentionSpec) -> Override:
-    """Return an override of `soft_cap`, the bound of the scores in wide numbers."""
+    """Return an override of `soft_cap`, the bound of the scores in a wide dtype."""
 
     def override(layer: Layer, _: Any) -> Any:
         if wrong.soft_cap is None:

@@ -1,4 +1,4 @@
-"""Numbers of the specification that would explain a stage: the reference is computed again with
+"""Parameters of the specification that would explain a stage: the reference is computed again with
 each of them.
 """
 
@@ -241,7 +241,7 @@ class Fitted:
 
 
 def spec_numbers(difference: Difference, recompute: Recompute) -> Iterator[Edit]:
-    """Yield the numbers of the specification that would each explain the stage."""
+    """Yield the parameters of the specification that would each explain the stage."""
     problem = difference.problem
     if problem is None or not np.isfinite(difference.expected).all():
         return
@@ -291,7 +291,7 @@ def _number(value: float | None) -> str:
     return readable(value)
 
 
-# ---- The numbers ---------------------------------------------------------------------------------
+# ---- The parameters ------------------------------------------------------------------------------
 
 CAPS = (None, 1.0, 5.0, 15.0, 30.0, 50.0, 100.0)
 EPSILONS = tuple(10.0**-power for power in range(12, 0, -1))
@@ -514,7 +514,7 @@ def _rope_of(spec: AttentionSpec) -> Rope:
 
 
 def _of_scaling(spec: AttentionSpec, scaling: Scaling) -> Iterator[Number]:
-    """Yield the numbers of a RoPE scaling, except its attention factor."""
+    """Yield the parameters of a RoPE scaling, except its attention factor."""
     for field in fields(scaling):
         right = getattr(scaling, field.name)
         grid = _guesses(field.name, right, scaling)

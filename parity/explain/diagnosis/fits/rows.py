@@ -420,7 +420,7 @@ def _query_positions(difference: Difference) -> np.ndarray:
 
 
 def _band(mask: np.ndarray, positions: np.ndarray) -> Band | None:
-    """Return the band of distances, key - query, that a mask of numbers shows, if it is one."""
+    """Return the band of distances, key - query, that a mask of floats shows, if it is one."""
     if not np.isin(mask, (0, 1)).all():
         return None
     distances = (np.arange(mask.shape[3]) - positions[..., None])[:, None]  # (B, 1, T, S)

@@ -1,5 +1,5 @@
-"""Numbers of a softmax that should have none: a finite score of hidden keys, a limit of scores, and
-a number that is added to the sum.
+"""Parameters of a softmax that should have none: a finite score of hidden keys, a limit of scores,
+and a number that is added to the sum.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def _factors(pair: Pair, layers: Layers) -> TensorLaw | None:
 def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray | None:
     """Return the factors between two arrays along axes, by least squares; None if there are none.
 
-    Too few numbers to verify a factor count as none.
+    Too few elements to verify a factor count as none.
     """
     if (np.count_nonzero(one, axis=axes, keepdims=True) < FEWEST).any():
         return None
@@ -290,7 +290,7 @@ def _transposed(pair: Pair, layers: Layers) -> TensorLaw | None:
 def _permuted(pair: Pair, layers: Layers) -> TensorLaw | None:
     """Find a permutation of rows or columns, and identify it."""
     one, other = pair.one, pair.other
-    # A bias may have equal numbers, which leave its order open: the order of its weight is tried
+    # A bias may have equal elements, which leave its order open: the order of its weight is tried
     # first.
     weight = f"{pair.name.removesuffix('bias')}weight"
     if pair.name.endswith(".bias") and weight in layers.weights:

@@ -130,7 +130,7 @@ def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None)
     different width.
     """
     is_cross = spec.d_kv != spec.d_in
-    # Few tokens are fast. Their numbers are arbitrary; they differ, so that swapped axes show.
+    # Few tokens are fast. Their values are arbitrary; they differ, so that swapped axes show.
     return Case(
         name,
         spec,

@@ -14,7 +14,7 @@ from parity.explain.mutating.compare import Unfit, dtype_name
 from parity.explain.mutating.view import OTHER_NEEDS
 from parity.measure.core.orders import reordered
 
-FORBIDDEN = -1e4  # smaller numbers hide keys in an additive mask
+FORBIDDEN = -1e4  # smaller values hide keys in an additive mask
 
 
 # ---- Masks of any kind ---------------------------------------------------------------------------
@@ -30,8 +30,7 @@ def _is_boolean(mask: Any) -> bool:
 
 
 def _hidden_by(call: Call, mask: Any) -> Any:
-    """Return where a mask hides, for any kind: booleans, numbers 0 and 1, or numbers added to
-    scores.
+    """Return where a mask hides, for any kind: booleans, 0 and 1, or values added to scores.
 
     Raises:
         Unfit: if the meaning of True in it is unknown.
@@ -276,7 +275,7 @@ def _one_earlier(xp: Any, hidden: Any) -> Any:
 
 
 def _shorter_by_one(lengths: Any, _: int) -> Any:
-    # torch adds booleans to numbers, but does not subtract them.
+    # torch adds booleans to floats, but does not subtract them.
     return lengths + -1 * (lengths > 0)
 
 

@@ -135,7 +135,7 @@ def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:
     if not spec.fused_qkv:
         qkv_bias = choose(qkv_bias, qkv_bias, (True, False, True))
     qk_norm = v_norm = None
-    # With two or four features, a norm enlarges too few numbers to measure their noise.
+    # With two or four features, a norm enlarges too few elements to measure their noise.
     if spec.head_dim >= 8:
         qk_norm = choose(*[None] * 4, *_qk_norms(has_rope=rope is not None))
         v_norm = choose(None, None, None, Norm(eps=0.01), Norm(weight=None, eps=0.01))

@@ -176,9 +176,7 @@ def _calls(
 _UNEVEN = _calls(5, 1, 2, 1, capacity=10, new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)))
 
 MASKS = [
-    Case(
-        "textbook", _TEXTBOOK, "a published example with known numbers", seq_len=6, is_causal=True
-    ),
+    Case("textbook", _TEXTBOOK, "a published example with known values", seq_len=6, is_causal=True),
     Case("full", _MHA, "all tokens attend to all tokens"),
     Case("causal", _MHA, "no token attends to a later one", is_causal=True),
     Case(
@@ -597,7 +595,7 @@ SIZES = [
     ),
     Case("strided", _MHA, "inputs that are not contiguous in memory", strided=True, is_causal=True),
 ]
-"""Few tokens, odd numbers, other strides."""
+"""Few tokens, odd sizes, other strides."""
 
 VALUES = [
     Case(

@@ -1,4 +1,4 @@
-"""Storage and summation of numbers in float64, in other dtypes, and on hardware."""
+"""Storage and summation in float64, in other dtypes, and on hardware."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ float32 7.2e-3 and 7.2e-3, 3.1e-2 and 3.1e-2. Computed here: 4.2e-3 and 4.3e-3, 
 """
 
 SHARED = 16
-"""Numbers of bfloat8_b that share an exponent: neighbors in a row on the device. Each has 7 bits
+"""Values of bfloat8_b that share an exponent: neighbors in a row on the device. Each has 7 bits
 relative to the largest. Products with such weights are off by 7.7e-3 and 7.6e-3 in ttsim, 64 and
 512 terms, at HiFi2 by 8.6e-3 and 8.7e-3; here by 7.9e-3 and 7.7e-3, 8.4e-3 and 8.6e-3.
 """
@@ -64,7 +64,7 @@ as references; they model products of insufficient precision.
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Storage and summation of numbers.
+    """Storage and summation.
 
     `dtype` is the dtype in memory, `wide` the dtype inside a stage; `kind` is the kind of the
     hardware.
@@ -271,7 +271,7 @@ def _with_shared_exponents(x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _with_mantissa(x: np.ndarray, bits: int) -> np.ndarray:
-    """Return float32 numbers truncated to some explicit bits of their mantissa."""
+    """Return float32 values truncated to some explicit bits of their mantissa."""
     lost = FLOAT32_BITS - bits
     if not lost:
         return x

@@ -361,7 +361,7 @@ class Layer:
     def quantized(
         self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return keys or values as they are read: stored numbers times scales, plus zeros."""
+        """Return keys or values as they are read: stored values times scales, plus zeros."""
         stored = self.stored_numbers(self.before_rounding(name, tokens, first))
         return self.read(name, stored, tokens, first)
 
@@ -381,7 +381,7 @@ class Layer:
         tokens: dict[str, np.ndarray],
         first: dict[str, np.ndarray],
     ) -> np.ndarray:
-        """Return stored numbers as keys or values."""
+        """Return stored values as keys or values."""
         x = stored * self.scales_when_read(name, tokens, first)
         if self.cache_quantization().has_zero_point:
             x = self.arithmetic.between(x) + self.zeros_when_read(name, tokens, first)
@@ -439,7 +439,7 @@ class Layer:
         return self.cache_zeros(name, tokens, first)
 
     def stored_numbers(self, x: np.ndarray) -> np.ndarray:
-        """Return keys or values, divided by their scales, as the numbers that a cache stores."""
+        """Return keys or values, divided by their scales, as the values that a cache stores."""
         quantization = self.cache_quantization()
         dtype, limits = quantization.dtype, quantization.limits
         if self.arithmetic.wide == np.float64:

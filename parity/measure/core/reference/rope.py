@@ -1,6 +1,6 @@
 """RoPE of the reference: pairs, frequencies and factors directly from the formulas, pair by pair.
 
-`mha_spec` computes the tables of the implementations; here only the numbers of a `Rope` are used.
+`mha_spec` computes the tables of the implementations; here only the fields of a `Rope` are used.
 Frequencies are float32 and round each step, in the order of Hugging Face's transformers: these are
 the tables of the released models.
 """

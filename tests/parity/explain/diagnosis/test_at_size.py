@@ -78,7 +78,7 @@ def given_by(problem, name=None):
 
 
 def patterns_of(diagnosis):
-    """Return the simplest pattern of each stage that has patterns, and its numbers."""
+    """Return the simplest pattern of each stage that has patterns, and its values."""
     found = [each.description for each in diagnosis.findings if each.description is not None]
     return {each.patterns[0].name: each.patterns[0].numbers for each in found if each.patterns}
 

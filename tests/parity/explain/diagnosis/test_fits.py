@@ -58,7 +58,7 @@ SHAPES = {
     "grad.q_proj.weight": (12, 10),
 }
 FREE = [stage for stage in SHAPES if stage != "attn_weights"]
-"""The stages that may hold any numbers."""
+"""The stages that may hold any values."""
 
 NOUNS = {"B": "sequence", "N": "head", "K": "key/value head", "T": "position"}
 
@@ -308,7 +308,7 @@ def test_random_errors_have_no_pattern(stage, seed, size, where):
 @pytest.mark.parametrize("size", [1e-7, 1e-3, 1e-2])
 @pytest.mark.parametrize("stage", SHAPES)
 def test_errors_over_budget_have_no_pattern(stage, size):
-    """Random errors of 1.2 to 10 times the budget have no pattern, even one of many numbers."""
+    """Random errors of 1.2 to 10 times the budget have no pattern, even one of many parameters."""
     for seed in range(20):
         for beyond in (1.2, 2.0, 10.0):
             expected, rng = drawn(stage, seed)
@@ -863,7 +863,7 @@ def test_unequal_shapes_raise():
         describe("q", np.zeros(3), np.zeros(2), ALLOWED)
 
 
-# ---- Numbers of the specification ----------------------------------------------------------------
+# ---- Parameters of the specification -------------------------------------------------------------
 
 ROPE = Rope(10000.0)
 SPEC = AttentionSpec(64, 4, num_kv_heads=2, rope=ROPE)
@@ -1115,7 +1115,9 @@ def test_theta_of_latents_is_fitted():
 
 
 def test_random_errors_fit_no_number():
-    """Random errors of three sizes at six stages have no pattern, even if numbers may be fitted."""
+    """Random errors of three sizes at six stages have no pattern, even if parameters may be
+    fitted.
+    """
     problem = make_problem(CASE, "float32")
     values = run_steps(computed(problem, SPEC).steps())
     steps = computed(problem, SPEC).steps()
@@ -1143,7 +1145,7 @@ def test_random_errors_fit_no_number():
 
 
 def test_number_of_fits_is_bounded():
-    """The search for numbers in an unexplained stage computes it at most 60 times."""
+    """The search for parameters in an unexplained stage computes it at most 60 times."""
     calls = []
 
     def recompute(change):

@@ -99,7 +99,7 @@ def test_values_alone_are_named_as_such():
 
 @pytest.mark.parametrize("cache", ["int8", "int4"])
 def test_truncation_to_integers_is_named(cache):
-    """Numbers cut off instead of rounded are named, with and without calibrated scales."""
+    """Values cut off instead of rounded are named, with and without calibrated scales."""
     problem = problem_of(EVERY[cache].replace(dtype="int8"))
     (found,) = parity.diagnose(computed(problem, truncated), problem).findings
     assert found.bugs == ("cache-rounded-toward-zero",)

@@ -330,7 +330,7 @@ def test_search_lists_untried_steps():
         + np.random.default_rng(0).standard_normal(values["output"].shape)
     }
     diagnosis = diagnose(observed, problem, seconds=0.0)
-    untried = "single bugs, pairs of bugs, numbers and parts of the layer, the nearest bugs"
+    untried = "single bugs, pairs of bugs, parameters and parts of the layer, the nearest bugs"
     assert (diagnosis.kind, diagnosis.untried) == ("unknown", untried)
     assert "Not tried: single bugs" in str(diagnosis)
     assert diagnose(observed, problem, seconds=math.inf).untried == ""

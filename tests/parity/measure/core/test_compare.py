@@ -161,7 +161,7 @@ def test_wrong_stage_dtype_fails(expected, dtype):
 
 
 def test_floating_point_mask_fails(expected):
-    """A mask of floating-point numbers fails, with the dtype as the reason."""
+    """A mask of floats fails, with the dtype as the reason."""
     comparison = parity.measure.core.compare.compare(
         expected, expected > 0, expected > 0, Label(**{**ABOUT, "stage": "mask"})
     )

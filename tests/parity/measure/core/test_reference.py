@@ -1,4 +1,4 @@
-"""The reference itself, compared with known numbers, finite differences and its own narrower
+"""The reference itself, compared with known values, finite differences and its own narrower
 versions.
 """
 
@@ -25,7 +25,7 @@ def stages_of(name, dtype="float64", arithmetic="float64"):
 
 
 def test_reference_matches_textbook():
-    """The output of the textbook's example matches its numbers to 4 decimals."""
+    """The output of the textbook's example matches its values to 4 decimals."""
     output = stages_of("textbook")["output"]
     np.testing.assert_allclose(
         output, [TEXTBOOK_OUTPUT] * 2, atol=5e-5, rtol=0

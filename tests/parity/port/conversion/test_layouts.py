@@ -88,7 +88,7 @@ orders = st.sampled_from(["C", "F", "strided"])
 
 
 def any_values(shape, dtype, rng):
-    """Finite numbers of all sizes, including -0 and subnormal ones."""
+    """Finite values of all sizes, including -0 and subnormal ones."""
     dtype = dtype_named(dtype)
     values = rng.integers(0, 256, (*shape, dtype.itemsize), dtype=np.uint8).view(dtype)[..., 0]
     with np.errstate(invalid="ignore"):  # NumPy warns when some NaNs are inspected

@@ -209,7 +209,7 @@ FAILURES = {
         "6 elements of expected are NaN or infinite",
     ),
     "integers": (ONE.astype(np.int32), ONE, "dtype int32, expected float32"),
-    "a mask of numbers": (ONE, ONE > 0, "dtype float32, expected bool"),
+    "a mask of floats": (ONE, ONE > 0, "dtype float32, expected bool"),
     "complex": (
         ONE.astype(np.complex64),
         ONE.astype(np.complex64),
