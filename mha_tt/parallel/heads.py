@@ -51,7 +51,7 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
             "heads", "be the number of a dimension of the mesh", heads=heads, shape=shape
         )
     if layer.device != mesh:
-        raise InputError("mesh", "be the device of the layer", "another")
+        raise InputError("mesh", "be the device of the layer", "a different one")
     if layer.heads is not None:
         raise InputError(
             "layer", "be divided by heads once", f"one that is, along dimension {layer.heads}"

@@ -163,7 +163,7 @@ def computed(
     Args:
         problem: the problem.
         through: returns new keys or values as they are read.
-        quantization: of the cache, if not that of the problem.
+        quantization: of the cache, if not the problem's.
     """
     case, spec = problem.case, problem.spec
     if quantization is None:

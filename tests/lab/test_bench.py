@@ -218,7 +218,7 @@ def test_warm_up_counts_in_budget():
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_short_runs_are_repeated(warm_up):
     """Runs of 2 ms are repeated 5 times, or at most `most_repeats` times, with 2 more runs as
-    a warm-up; a time is that of one run.
+    a warm-up; a time is the time of one run.
     """
     now, ran = itertools.count(), []
     runs = {name: lambda name=name: ran.append(name) for name in "ab"}

@@ -195,7 +195,7 @@ def test_first_bugs_replace_every_function():
 
 
 def test_each_page_has_one_injected_bug():
-    """Every page of bugs, except that of ranks, has one bug in INJECTIONS, and each of these
+    """Every page of bugs, except the page of ranks, has one bug in INJECTIONS, and each of these
     is in a case.
     """
     pages = page_by_bug()

@@ -381,7 +381,7 @@ def test_one_file_is_written(suite, options, message):
     ("samples", "options"), [("all", []), (None, ["-m", ""])], ids=["samples", "thorough"]
 )
 def test_other_runs_have_no_budget(suite, monkeypatch, samples, options):
-    """The rows are those of `make test`."""
+    """The rows come from `make test`."""
     if samples is not None:
         monkeypatch.setenv("SAMPLES", samples)
     result = suite.runpytest("--budget=check", *options)

@@ -156,7 +156,7 @@ def test_slots_beyond_the_length_are_zero(sibling, part):
 @pytest.mark.parametrize("new_lengths", [[1, 4, 0], [0, 0, 0], [4, 4, 3]], ids=str)
 @every_dtype
 def test_padding_gives_zero(sibling, dtype, new_lengths):
-    """The output of a padding token is zero, and that of a real token is not."""
+    """The output of a padding token is zero, and the output of a real token is not."""
     module, x = cached_layer(sibling, dtype=dtype), sibling.array(random_tokens(4, dtype))
     output, _ = module(
         x, filled_cache(sibling, module, [2, 0, 4], dtype, capacity=8), new_lengths=new_lengths

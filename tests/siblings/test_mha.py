@@ -405,7 +405,7 @@ def test_attention_weights_sum_to_one(sibling, path, dtype):
 @every_dtype
 @plain_paths
 def test_masked_keys_weigh_nothing(sibling, path, dtype):
-    """The weight of a masked key is exactly zero, and that of every other key is not."""
+    """The weight of a masked key is exactly zero, and the weight of every other key is not."""
     _, attn_weights = sibling.attend(path, SPEC, problem(SPEC, dtype), mask=MASK)
     assert np.array_equal(attn_weights == 0.0, np.broadcast_to(MASK, (2, 2, 3, 4)))
 

@@ -583,7 +583,7 @@ def test_latents_are_absorbed_if_cheaper():
 
 
 def test_alibi_slopes_match_the_paper():
-    """ALiBi's slopes are those of the paper for 8, 6 and 1 heads,
+    """ALiBi's slopes match the paper for 8, 6 and 1 heads,
     can be scaled, and survive JSON.
     """
     assert Alibi().slopes(8) == tuple(2.0**-n for n in range(1, 9))

@@ -401,7 +401,7 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
                 )
             if "key_input" in after.values:
                 raise InputError(
-                    layer.name, "attend to one sequence from the first token on", "another one"
+                    layer.name, "attend to one sequence from the first token on", "a different one"
                 )
     return runs
 

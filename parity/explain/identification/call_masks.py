@@ -56,7 +56,7 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
     hidden = _hidden_by(layer, name)
     if hidden is None or (is_large and not _sequences_without(hidden).any()):
         rule = "be a mask of floats in each call, for some sequences alone"
-        raise InputError(name, rule, "another")
+        raise InputError(name, rule, "a different one")
     if is_large:
         return _with_sequences(layer, _sequences_without(hidden))
     return layer.with_values({**layer.values, "mask": hidden, "call_mask": hidden})

@@ -175,7 +175,9 @@ def _describe_output(layer: ObservedLayer, attention_output: Described) -> str:
             further += _one_step_further(layer, described)
         reached = further
     start = attention_output.description
-    raise InputError("output", f"be {start}, changed by submodules and arguments alone", "another")
+    raise InputError(
+        "output", f"be {start}, changed by submodules and arguments alone", "something else"
+    )
 
 
 def _one_step_further(layer: ObservedLayer, described: Described) -> Iterator[Described]:

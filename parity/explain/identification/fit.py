@@ -474,4 +474,4 @@ def _fit_output(layer: ObservedLayer, fitted: FittedLayer) -> None:
         )
         fitted.endpoints["output"] = endpoint_of(linear)
         return
-    raise InputError("output", "be a projection of the context", "another")
+    raise InputError("output", "be a projection of the context", "something else")

@@ -215,7 +215,7 @@ def _with_segments_of(layer: ObservedLayer, name: str) -> ObservedLayer:
     batch_size, _, num_tokens, _ = layer.values["q"].shape
     ids = segment_ids_of(layer.numbers.get(name), num_tokens)
     if ids is None:
-        raise InputError(name, "be boundaries, lengths or numbers of segments", "another array")
+        raise InputError(name, "be boundaries, lengths or numbers of segments", "a different array")
     ids = np.broadcast_to(ids, (batch_size, num_tokens))
     observed_ids = layer.values.get(SEGMENTS, ids)
     if not np.array_equal(_same_segments(observed_ids), _same_segments(ids)):

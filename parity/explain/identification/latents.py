@@ -177,7 +177,7 @@ def _num_shared_features(k: Traced) -> int:
     is_trailing = np.arange(head_dim) >= head_dim - count
     places = k.places_by_head[:, head_dim - count :]
     if not (is_shared == is_trailing).all() or not (places == places[0]).all():
-        raise InputError("keys", "end with features that all heads share", "another order")
+        raise InputError("keys", "end with features that all heads share", "a different order")
     return count
 
 

@@ -58,7 +58,7 @@ def _one_norm(part: str, traced: Traced) -> tuple[Norm, Weights]:
         # The weights belong to features in their order.
         x = tokens_of(module.input, batch_size, num_tokens)
         if x is None or not np.array_equal(traced.places, np.arange(x.shape[-1])):
-            raise InputError(f"{part}_norm", "return the heads in their order", "another order")
+            raise InputError(f"{part}_norm", "return the heads in their order", "a different order")
     return norm, weights
 
 

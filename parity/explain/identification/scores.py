@@ -129,7 +129,7 @@ def _fit_span(hidden: np.ndarray, cells: np.ndarray, fitted: FittedLayer) -> Non
         return
     chunk = chunk_of(hidden, cells)
     if chunk is None:
-        raise InputError("the mask", "be causal, a window or chunks", "another pattern")
+        raise InputError("the mask", "be causal, a window or chunks", "a different pattern")
     fitted.add("chunk_size", chunk, "the mask", up_to=num_tokens)
 
 

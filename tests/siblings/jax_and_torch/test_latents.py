@@ -357,7 +357,7 @@ def test_autocast_narrows_the_cache():
 
 
 def test_gradients_reach_cached_latents():
-    """Gradients of a step with respect to all tokens match those of one pass."""
+    """Gradients of a step with respect to all tokens match the gradients of one pass."""
     sibling = SIBLINGS["torch"]
     layer, x = module(sibling).double(), torch.from_numpy(X[:, :6]).double().requires_grad_()
     _, cache = layer(x[:, :5], layer.init_cache(2, 6))

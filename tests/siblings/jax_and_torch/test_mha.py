@@ -202,7 +202,7 @@ def test_empty_row_query_gradient_is_zero(sibling, path):
 @sample(jax=1)
 @every_path_and_dtype
 def test_infinite_bias_gradients_are_finite(sibling, path, dtype):
-    """All gradients, also that of the bias, are finite if the biases of one query are all -inf."""
+    """All gradients, including the bias's, are finite if the biases of one query are all -inf."""
     arrays = {**problem(SPEC, dtype), "bias": np.where(MASK, -np.inf, 0.5).astype(dtype)}
     found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays)[0], arrays)
     assert [
@@ -556,7 +556,7 @@ def test_grouped_layer_repeats_key_heads(sibling, path, spec):
     ids=["8", "64", "fused-qkv", "no-biases", "no-out-proj", "mqa", "head-dim", "cross"],
 )
 def test_parameter_count_matches_formula(sibling, spec, expected):
-    """The number of parameters of a module is that of the sum over its projections."""
+    """The number of parameters of a module is the sum over its projections."""
     assert num_parameters(sibling, sibling.module("MultiHeadAttention", spec)) == expected
 
 
@@ -1224,7 +1224,7 @@ def test_torch_state_dict_canonical_names(sibling):
 
 @only_torch
 def test_torch_state_dict_holds_the_weights(sibling):
-    """The arrays of a state dict equal those of `parity.weights_of`, bit for bit."""
+    """The arrays of a state dict equal the arrays of `parity.weights_of`, bit for bit."""
     module = filled(sibling, "MultiHeadAttention", SPEC)
     weights = parity.weights_of(module)
     assert [
@@ -1258,7 +1258,7 @@ def test_torch_projection_can_be_replaced(sibling):
 
 @only_torch
 def test_torch_module_can_be_copied(sibling):
-    """The output of a deep copy equals that of the module, bit for bit."""
+    """The output of a deep copy equals the module's, bit for bit."""
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     x = torch.ones(1, 2, 8)
     assert torch.equal(copy.deepcopy(module)(x)[0], module(x)[0])

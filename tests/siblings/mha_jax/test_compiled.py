@@ -175,7 +175,7 @@ def test_concrete_new_lengths_checked_in_jit():
 
 
 def test_arguments_can_be_numpy_arrays(layer):
-    """Inputs and masks of NumPy give the bits of those of JAX."""
+    """Inputs and masks of NumPy have the same results as JAX's, bit for bit."""
     x, mask = tokens(5), np.triu(np.ones((5, 5), np.bool_), 1)
     expected = layer(x, mask=jnp.asarray(mask))
     np.testing.assert_array_equal(layer(np.asarray(x), mask=mask), expected)

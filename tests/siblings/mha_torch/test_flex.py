@@ -130,7 +130,7 @@ def test_flex_matches_plain_path(calls, features, is_causal):
 
 @pytest.mark.usefixtures("on_a_cpu")
 def test_bfloat16_error_is_near_plain_path():
-    """In bfloat16, the error is at most twice that of the plain path."""
+    """In bfloat16, the error is at most twice the error of the plain path."""
     leaves, options = problem(TOGETHER[-1])
     options["is_causal"] = True
     expected, _ = plain_attention(mha_torch)(**leaves, **options)

@@ -222,8 +222,8 @@ def test_unknown_lengths_write_in_place(monkeypatch, new_lengths):
 
 @torch.no_grad()
 def test_lengths_may_be_copied_back():
-    """A cache whose lengths are set to those of the step's cache is not written over: captured
-    graphs use one cache.
+    """A cache whose lengths are set to the lengths of the step's cache is not written over:
+    captured graphs use one cache.
     """
     layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 4, 16)
     expected, _ = layer(x, layer.init_cache(2, 8))
@@ -567,8 +567,8 @@ def test_hidden_nan_reaches_no_gradient(form, hiding):
 
 @both_forms
 def test_visible_nan_reaches_gradients(form):
-    """Gradients of outputs before a NaN key are finite, and those of queries that attend to it are
-    NaN.
+    """Gradients of outputs before a NaN key are finite, and the gradients of queries that attend to
+    it are NaN.
     """
     q, k, v = (tokens(1, 2, 5, 4, seed=seed) for seed in range(3))
     k[:, :, 3] = math.nan
@@ -883,8 +883,8 @@ def test_saved_cache_loads_with_weights_only():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_module_cache_dtype_under_autocast(dtype):
-    """Under autocast, the cache of a float32 module is bfloat16 and that of a float64 module is
-    float64; both fit its tokens.
+    """Under autocast, the cache of a float32 module is bfloat16 and the cache of a float64 module
+    is float64; both fit its tokens.
     """
     layer, x = module("MultiHeadAttentionWithCache", dtype=dtype), tokens(2, 3, 16).to(dtype)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):

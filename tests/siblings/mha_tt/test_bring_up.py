@@ -89,7 +89,7 @@ def test_arithmetic_follows_target_of_tensor(device, x, monkeypatch):
 
 
 def test_tf32_error_passes_only_on_cards(device, monkeypatch):
-    """Float32 values cut to TF32 are within the budget of a card, and outside that of a mock
+    """Float32 values cut to TF32 are within the budget of a card, and outside the budget of a mock
     board.
     """
     from parity.measure.core.trace import Reference

@@ -152,7 +152,7 @@ def test_repeated_key_heads_follow_groups(device, rng, num_kv_heads, dtype):
 
 
 def test_padding_scales_no_scores(device):
-    """Scores are scaled by the width of a head of the spec, not by that of its tiles."""
+    """Scores are scaled by the width of a head of the spec, not by the width of its tiles."""
     ones = np.zeros((1, 1, 1, 32))
     ones[..., :4] = 1.0
     ones = mha_tt.upload(ones, device=device, dtype=ttnn.float32)

@@ -640,7 +640,7 @@ def first_difference(case: str, dtype: str) -> Any:
 
 @pytest.mark.parametrize(
     "case", [case.name for case in MORE_CASES]
-)  # those of CASES pass in test_parity
+)  # cases of CASES pass in test_parity
 def test_additional_cases_pass_unmutated(opened_device, case):
     """Additional cases pass in bfloat16 as long as no mutation is active."""
     assert first_difference(case, "bfloat16") is None

@@ -222,8 +222,8 @@ def test_step_memory_does_not_grow(device):
     ("name", "fast"), [*((name, False) for name in LAYERS), ("few heads", True), ("packed", True)]
 )
 def test_counted_places_equal_uploaded_ones(device, name, fast):
-    """Places counted on the device give bit-identical steps to uploaded ones, close to those of the
-    prompt kernel.
+    """Places counted on the device give bit-identical steps to uploaded ones, close to the prompt
+    kernel's.
     """
     module, x = made(device, LAYERS[name], fast=fast)
     cache = begun(module, x)
@@ -323,7 +323,7 @@ def test_functions_count_places_like_modules(device, uploads):
 
 @pytest.mark.parametrize("name", ["few heads", "some biases", "sinks, no output projection"])
 def test_loading_weights_renews_step_tensors(device, name):
-    """After load_weights, steps equal those of a new layer with these weights."""
+    """After load_weights, steps equal the steps of a new layer with these weights."""
     spec = LAYERS[name]
     (module, x), (expected, _) = made(device, spec), made(device, spec)
     other = {name: 2.0 * weight for name, weight in parity.random_weights(spec, seed=5).items()}

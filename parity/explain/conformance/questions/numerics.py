@@ -144,7 +144,7 @@ def strided(exam: Examination, question: Question) -> Answer:
         moves, difference = change(before, after, path, range(TOKENS))
         if moves:
             evidence = f"from contiguous to strided {difference}"
-            return PathAnswer("another result", Kind.BROKEN, evidence)
+            return PathAnswer("a different result", Kind.BROKEN, evidence)
         return PathAnswer("the same")
 
     return exam.answer(question, ask)
@@ -173,7 +173,7 @@ def agreement(exam: Examination, question: Question) -> Answer:
         # measure accuracy. A NaN is an error.
         if not error <= 64 * unit_of_rounding(path.dtype):
             evidence = f"{error:.2e} of the output's size away from {exam.base}"
-            return PathAnswer("another result", Kind.BROKEN, evidence)
+            return PathAnswer("a different result", Kind.BROKEN, evidence)
         return PathAnswer("agree")
 
     paths = []

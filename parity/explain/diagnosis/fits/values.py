@@ -277,7 +277,7 @@ def rows_and_features(difference: Difference) -> Iterator[Edit]:
     ):
         words = (
             "each token and each feature of a head is multiplied by a number, as by a norm over "
-            "another axis"
+            "the wrong axis"
         )
         yield difference.pattern(
             "tokens and features", words, {}, parameters, families=(of.QK_NORM,)

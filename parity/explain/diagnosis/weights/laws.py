@@ -333,7 +333,7 @@ def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> 
         if _is_within_heads(order, num_heads, num_features):
             words = f"the first's, its {lines} in a different order within their heads"
             return TensorLaw("permuted", words)
-    which = "another order"
+    which = "a different order"
     if len(order) <= 2 * spec.head_dim:  # short enough to be looked at
         which = f"the order {listed(order)}"
     return TensorLaw("permuted", f"the first's, its {lines} in {which}")

@@ -106,7 +106,7 @@ SHOWN_BY = {
     "rows and all keys": ("bert", "scale-missing"),
     "rows of other sequences": ("bert", "batch-as-tokens"),
     "the other queries as one row": ("bert", "softmax-over-queries"),
-    "that of cross-attention": ("cross", "softmax-over-queries"),
+    "the softmax of cross-attention": ("cross", "softmax-over-queries"),
     "keys that are not made": ("bert", "k_proj-transposed"),
     "rows of the weights of others": ("bert", "fused-qkv-read-per-head"),
 }

@@ -644,8 +644,8 @@ def test_pattern_hides_no_later_bug():
 
 
 def test_pattern_must_hold_in_earlier_calls():
-    """New tokens rotated by their own factors, after a correct prompt, are one pattern: that of the
-    first wrong call.
+    """New tokens rotated by their own factors, after a correct prompt, are one pattern: the pattern
+    of the first wrong call.
     """
     spec = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
     case = Case("steps", spec, "a prompt, then tokens", seq_len=6, chunks=(4, 1, 1), capacity=8)
@@ -1168,7 +1168,7 @@ def own_layer(tmp_path, monkeypatch):
 
 def test_own_layer_gets_weights_of_model(own_layer, capsys):
     """`diagnose --model --layer` calls a function with the weights of that layer, under canonical
-    names, those of the file or of a layout, in one call or in chunks, and names its bug.
+    names, the file's names or a layout's, in one call or in chunks, and names its bug.
     """
     right = {
         "layer": "",

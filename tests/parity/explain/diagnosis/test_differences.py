@@ -365,7 +365,7 @@ def test_features_of_odd_heads_are_reordered():
 
 
 def test_bias_has_the_order_of_its_weight():
-    """A bias that fits several orders has that of the rows of its weight."""
+    """A bias that fits several orders has the order of the rows of its weight."""
     weights = random_weights(PLAIN)
     weights["q_proj.bias"][:] = 0.5
     weights["q_proj.bias"][:4] = 0.25
@@ -510,7 +510,9 @@ def test_shared_kv_fixes_keys_and_values():
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_order_of_relative_key_features(per_head):
-    """Reordered features of relative_keys are a law; with those of q and k, the same function."""
+    """Reordered features of relative_keys are a law; with features of q and k, the same
+    function.
+    """
     spec = replace(PLAIN, relative_products=RelativeProducts(2, 1, per_head=per_head))
     weights = random_weights(spec)
     other = {**weights, "relative_keys": np.ascontiguousarray(weights["relative_keys"][..., ::-1])}

@@ -814,7 +814,7 @@ def test_wrong_narrow_values_are_a_sign():
 
 
 def test_narrow_sized_errors_are_a_sign():
-    """Errors as large as those of bfloat16 have a sign, but no pattern."""
+    """Errors as large as in bfloat16 have a sign, but no pattern."""
     expected, rng = drawn("q", 0)
     wrong = expected * (1.0 + 2.0**-9 * rng.uniform(-1.0, 1.0, expected.shape))
     findings = described("q", wrong, expected, rng)

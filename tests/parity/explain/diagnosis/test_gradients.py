@@ -1,4 +1,6 @@
-"""Gradients are diagnosed: bugs of the backward pass are named, those of the forward pass too."""
+"""Gradients are diagnosed: bugs of the backward pass are named, and so are bugs of the forward
+pass.
+"""
 
 from dataclasses import replace
 
@@ -43,7 +45,7 @@ def gradients_of(problem, *edits):
 
 
 def alone(gradients):
-    """Return the gradients without those of stages that few people record."""
+    """Return the gradients without gradients of stages that few people record."""
     return {name: x for name, x in gradients.items() if name[5:] not in (*RECORDED, *"qkv")}
 
 

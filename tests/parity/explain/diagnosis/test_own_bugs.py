@@ -1,6 +1,4 @@
-"""Bugs that users and packages register are found, listed and rejected like those of the
-project.
-"""
+"""Bugs that users and packages register are found, listed and rejected like the project's."""
 
 from dataclasses import replace
 from importlib import metadata

@@ -107,7 +107,7 @@ def test_bug_is_its_specification(monkeypatch, name):
     ],
 )
 def test_edit_overrides_single_methods(changes):
-    """Fields that few methods read are overridden there: the layer is that of the specification."""
+    """Fields that few methods read are overridden there: the layer computes the specification."""
     problem = make_problem(Case("edited", SPEC, "many records", batch=2, seq_len=9), "float32")
     wrong = replace(SPEC, **changes)
     edit = spec_edit(SPEC, wrong)

@@ -275,7 +275,7 @@ def sources() -> dict[str, str]:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_cases_cover_both_branches(framework):
     """Both outcomes of each condition of a template occur in EACH_BRANCH, so that no part may be
-    wrong unseen. These cases run in each framework; those of ttnn in `tests/siblings/mha_tt`.
+    wrong unseen. These cases run in each framework; the cases of ttnn in `tests/siblings/mha_tt`.
     """
     outcomes: dict[str, set[bool]] = {}
     for name in EACH_BRANCH:

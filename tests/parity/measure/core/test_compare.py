@@ -221,7 +221,7 @@ def test_error_next_to_nan_fails(expected):
 
 
 def test_budget_ignores_nan(expected, rng):
-    """The budget of an array with NaN is that of its finite elements."""
+    """The budget of an array with NaN is the budget of its finite elements."""
     same = noisy(expected, rng)
     alone = budget(expected[:, :1], same[:, :1], "float32")
     nan = np.full_like(expected[:, :1], np.nan)
@@ -294,7 +294,7 @@ def test_exact_budget_is_one_unit(expected):
 
 
 def test_factor_is_the_limit_of_errors(expected, rng):
-    """Errors of 0.99 times the allowed factor of the noise pass; those of 1.01 times fail."""
+    """Errors of 0.99 times the allowed factor of the noise pass; errors of 1.01 times fail."""
     noise = 1e-3 * rng.standard_normal(expected.shape)
     same = expected + noise
     allowed = factor(expected.size)
@@ -309,7 +309,7 @@ def test_factor_is_larger_for_few_elements():
 
 
 def test_float64_budget_is_scaled_noise(expected, rng):
-    """In float64, errors of 2^-53 pass and those of 2^-40 fail, given float32 noise."""
+    """In float64, errors of 2^-53 pass and errors of 2^-40 fail, given float32 noise."""
     about = {**ABOUT, "dtype": "float64"}
     same = noisy(expected, rng)  # of the float32 reference
     assert compare(noisy(expected, rng, 2**-53), expected, same, **about).passed

@@ -16,7 +16,7 @@ from parity.measure.core.orders import (
 
 
 def test_orders_of_heads_equal_examples():
-    """Reversed, rolled and tiled heads are those of an example."""
+    """Reversed, rolled and tiled heads match an example."""
     assert reversed_heads(4).tolist() == [3, 2, 1, 0]
     assert rolled_heads(4).tolist() == [3, 0, 1, 2]
     assert tiled_heads(6, 2).tolist() == [0, 2, 4, 1, 3, 5]

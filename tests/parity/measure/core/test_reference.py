@@ -101,7 +101,7 @@ def test_gradients_equal_finite_differences(name):
 
 
 def test_gradients_cover_weights_and_inputs():
-    """The gradients are those of all weights, of the query and of the bias."""
+    """The gradients cover all weights, of the query and of the bias."""
     problem = make_problem(CASES["bias-causal"], "float64")
     expected = {f"grad.{name}" for name in [*problem.weights, "query", "bias"]}
     assert reference.gradients(problem, "float64").keys() == expected

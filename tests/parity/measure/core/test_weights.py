@@ -124,7 +124,7 @@ BAD_LOADS = {
 
 @pytest.mark.parametrize("change", BAD_LOADS)
 def test_failed_load_keeps_module_weights(sibling, weights, change):
-    """Loading invalid weights raises an error and leaves those of the module unchanged."""
+    """Loading invalid weights raises an error and leaves the module's unchanged."""
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
     before = parity.weights_of(module)
     if change == "missing":
@@ -450,7 +450,7 @@ def test_wider_weights_are_not_narrowed(sibling, weights):
     "data", [b"", b"\xff" * 8, b"\xff" * 64, b"PK\x03\x04" + bytes(100), bytes(4096)]
 )
 def test_non_safetensors_file_raises(tmp_path, data):
-    """An empty file or other bytes than those of a safetensors file raise an error."""
+    """An empty file or bytes that are not a safetensors file raise an error."""
     (tmp_path / "w").write_bytes(data)
     with refuses("…/w"):
         load_weights(tmp_path / "w")

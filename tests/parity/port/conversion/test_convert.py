@@ -734,7 +734,7 @@ def test_torch_weights_convert_and_save(tmp_path):
 
 @pytest.mark.costly("converts and runs a whole model")
 def test_conversion_guide_example_runs(tmp_path, monkeypatch):
-    """The code of docs/how-to/convert.md runs, and its weights equal those of its layers."""
+    """The code of docs/how-to/convert.md runs, and its weights equal the weights of its layers."""
     page = (ROOT / "docs" / "how-to" / "convert.md").read_text(encoding="utf-8")
     code = "".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
     monkeypatch.chdir(tmp_path)

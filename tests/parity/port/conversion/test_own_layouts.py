@@ -1047,7 +1047,7 @@ def test_joined_norms_are_held_as_norms():
 
 
 def test_axes_are_those_of_self_attention():
-    """Kernels (in, out) of grouped heads are not taken for those of cross-attention."""
+    """Kernels (in, out) of grouped heads are not read as kernels of cross-attention."""
     text, layout = proposed(wq=(48, 64), wk=(48, 16), wv=(48, 16), wo=(64, 48))
     axes = {tensor.name: tensor.axes for tensor in layout.tensors}
     assert axes == {**dict.fromkeys(("wq", "wk", "wv"), "d (n h)"), "wo": "(n h) e"}
@@ -1055,7 +1055,7 @@ def test_axes_are_those_of_self_attention():
 
 
 def test_other_attention_has_a_comment():
-    """If a layer has several attentions, a comment names those of which there is no table."""
+    """If a layer has several attentions, a comment names the ones that have no table."""
     names = [f"{part}.{name}" for part in ("self", "cross") for name in "qkvo"]
     text, layout = proposed(**dict.fromkeys(names, (64, 64)))
     assert layout.prefix == "l.{i}.self"

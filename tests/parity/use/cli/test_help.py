@@ -50,8 +50,8 @@ def help_of(name):
 
 
 def test_every_command_module_is_registered():
-    """The modules of parity.use.cli and parity_lab.commands whose `run` is a command are those of
-    COMMANDS.
+    """The modules of parity.use.cli and parity_lab.commands whose `run` is a command are the
+    modules of COMMANDS.
     """
     modules = [
         importlib.import_module(f"{package.__name__}.{found.name}")

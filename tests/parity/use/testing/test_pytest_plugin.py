@@ -352,7 +352,7 @@ def test_message_begins_with_first_stage():
 
 
 def test_steps_are_ordered_by_number():
-    """Stages of step 2 come before those of step 10, each in data flow order."""
+    """Stages of step 2 come before stages of step 10, each in data flow order."""
     stages = [f"step{step}.{stage}" for step in (10, 2) for stage in ("output", "q")]
     right = dict.fromkeys(stages, ONE)
     text = why(dict.fromkeys(stages, 2 * ONE), right)
