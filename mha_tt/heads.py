@@ -17,8 +17,8 @@ from mha_tt.layout import TILE, TILE_NBYTES, round_up
 
 MOST_ROW_NBYTES = 2**19
 """Bytes of a row of tiles, all heads of 32 tokens, that ttnn's `concatenate_heads` can hold. It
-reads one row while it writes another: of a core's memory, 1464 KiB or more, 1 MiB. The rest is that
-of programs and of tensors in L1. 64 heads of 128 in float32 are twice as many bytes.
+reads one row while it writes another: of a core's memory, 1464 KiB or more, 1 MiB. The rest is for
+programs and for tensors in L1. 64 heads of 128 in float32 are twice as many bytes.
 """
 
 

@@ -503,7 +503,7 @@ def _edit_as_in_another(
 
 
 def _fields_to_take(spec: AttentionSpec, other: AttentionSpec) -> list[list[str]]:
-    """Return the fields to take from another specification: each that differs, then all."""
+    """Return the fields to take from a different specification: each that differs, then all."""
     own = spec.values()
     differing: list[str] = []
     for name, value in other.values().items():
@@ -515,7 +515,7 @@ def _fields_to_take(spec: AttentionSpec, other: AttentionSpec) -> list[list[str]
 def _is_right(
     layer: TappedLayer, sequences: Sequences, problem: Problem, spec: AttentionSpec
 ) -> bool:
-    """Return True if every stage is right with another specification."""
+    """Return True if every stage is right with a different specification."""
     problem = replace(problem, case=replace(problem.case, spec=spec))
     return first_difference(_compared_stages(sequences, problem, layer)[0]) is None
 

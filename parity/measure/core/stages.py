@@ -187,9 +187,9 @@ STEPS_OF_A_CALL = ("mask", "qkv", "cache", "scores", "attn_weights", "context", 
 def steps_of(layer: LayerStages, case: Case) -> Sequence[Step]:
     """Return the stages of a case as functions, in the order of the data flow.
 
-    With a cache, the stages of one call follow those of the call before. Each accepts the values of
+    With a cache, the stages of one call follow the call before. Each accepts the values of
     earlier stages by name, so that it can run on its own implementation's values (accumulated) or
-    on those of another (local).
+    on another's (local).
     """
     if not case.is_cached:
         return [getattr(layer, name) for name in STEPS]

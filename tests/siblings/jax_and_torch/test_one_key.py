@@ -2,8 +2,8 @@
 backward.
 
 Compilers treat a reduction over one element, or a broadcast axis of one, as a special case: XLA,
-for example, omits the initial value of a reduction over one element. The expected values are those
-of the formulas in float64.
+for example, omits the initial value of a reduction over one element. The expected values follow the
+formulas in float64.
 """
 
 import functools

@@ -263,7 +263,7 @@ def _of_longest(places: np.ndarray) -> np.ndarray:
 
 
 def other_theta(case: Case) -> Iterator[Edit]:
-    """A different base, or other exponents, which equal another base: both are reported if that
+    """A different base, or other exponents, which equal a different base: both are reported if that
     base is in use.
     """
     spec, rope = case.spec, case.spec.rope

@@ -90,7 +90,7 @@ def _of_writes(problem: Problem, names: tuple[str, ...], whose: str) -> Iterator
         about = f"{whose} are cached {words}"
         yield _written_by(problem, names, about, _into_slots(slots, capacity))
         if problem.case.new_lengths:
-            about = f"{whose}, including those of padding, are cached {words}"
+            about = f"{whose}, padding included, are cached {words}"
             write = _into_slots(slots, capacity, with_padding=True)
             yield _written_by(problem, names, about, write)
     for words, write in WRITES.items():

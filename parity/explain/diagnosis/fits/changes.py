@@ -30,7 +30,7 @@ MOST_HEADS = 16
 """The largest number of heads of a projection of which two may be exchanged."""
 
 READING_OTHERS = (QKV[:1], QKV[1:2], QKV[2:], QKV[1:])
-"""Projections that may read another input: each alone, and keys and values together."""
+"""Projections that may read the wrong input: each alone, and keys and values together."""
 
 
 def part(

@@ -50,7 +50,7 @@ def _numbers(problem: Problem) -> Iterator[Number]:
         yield Number("hidden score", words, math.nan, PENALTIES, _filled, of_leaking)
         words = "{} is added to the scores of hidden keys"
         yield Number("penalty", words, math.nan, PENALTIES, _added, of_leaking)
-        words = "scores below {0}, including those of hidden keys, are raised to {0}"
+        words = "scores below {0}, also of hidden keys, are raised to {0}"
         yield Number("lowest score", words, math.nan, PENALTIES, _raised_after_mask, of_leaking)
     words = "scores are limited to {0} and -{0}"
     yield Number("score limit", words, math.nan, LIMITS, _limited, of_softmax)

@@ -115,7 +115,7 @@ def test_wrong_training_steps_are_named(name):
     assert verdict["first"] == BUGS[name].stage
 
 
-def test_first_gradient_is_that_of_data_flow():
+def test_first_gradient_follows_data_flow():
     """The first wrong gradient is first in the backward data flow, whatever the order of names."""
     problem = parity.make_problem(RICH, "float32")
     wrong = gradients_of(problem, bug_named(RICH, "grad-stopped-at-k"))

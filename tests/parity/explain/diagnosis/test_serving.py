@@ -151,7 +151,7 @@ def test_lengths_left_tell_their_number():
     assert {"2", str(case.capacity)} <= numbers
 
 
-def test_mask_that_shows_keys_is_no_leak():
+def test_mask_showing_keys_is_not_a_leak():
     """Weights of the softmax over more keys are the weights of a mask that shows these: the report
     names them, and padding if no query may attend to them.
     """

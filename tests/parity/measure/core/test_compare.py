@@ -89,7 +89,7 @@ def test_small_gain_fails_by_its_slope(rng, dtype, gain):
     assert np.sqrt(np.mean(errors**2)) <= allowed["rms"]
 
 
-def test_slope_is_that_of_least_squares(expected, rng):
+def test_slope_matches_least_squares(expected, rng):
     """The slope is the least-squares gain times the rms, and 0 for an orthogonal error."""
     counted = np.ones(expected.shape, bool)
     size = np.sqrt(np.mean(expected**2))
@@ -316,7 +316,7 @@ def test_float64_budget_is_scaled_noise(expected, rng):
     assert not compare(noisy(expected, rng, 2**-40), expected, same, **about).passed
 
 
-def test_ulps_are_those_of_the_stage_dtype():
+def test_ulps_belong_to_the_stage_dtype():
     """An error of 2^-7 is 1 unit in the last place of bfloat16, and 2^16 of float32."""
     expected = np.ones((1, 1, 1, 2))
     actual = expected + 2**-7

@@ -22,7 +22,7 @@ def test_orders_of_heads_equal_examples():
     assert tiled_heads(6, 2).tolist() == [0, 2, 4, 1, 3, 5]
 
 
-def test_repeated_heads_are_those_of_tiling():
+def test_repeated_heads_match_tiling():
     """Query heads in the order of `tiled_heads` use by repetition the heads that they use by
     tiling.
     """

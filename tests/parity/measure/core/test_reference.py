@@ -148,7 +148,7 @@ def test_local_stages_use_given_inputs():
 
 
 def test_problems_are_deterministic():
-    """A problem has the same digest each time, and a different one in another dtype."""
+    """A problem has the same digest each time, and a different one in each dtype."""
     assert (
         make_problem(CASES["cross"], "float32").digest
         == make_problem(CASES["cross"], "float32").digest

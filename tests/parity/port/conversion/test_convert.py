@@ -438,7 +438,7 @@ def test_layers_may_differ_in_shape(tmp_path):
     assert bits_of(read_tensors(tmp_path / "c.npz")) == bits_of(tensors)
 
 
-def test_layer_missing_by_metadata_is_told(tmp_path):
+def test_layer_missing_by_metadata_is_named(tmp_path):
     """A layer that only metadata of ours describe is warned about, at the line of the caller."""
     weights = {0: random_weights(GQA), 1: random_weights(replace(GQA, num_heads=6))}
     tensors = {}

@@ -1046,7 +1046,7 @@ def test_joined_norms_are_held_as_norms():
     assert [tensor.holds for tensor in layout.others] == ["q_norm.weight", "k_norm.weight"]
 
 
-def test_axes_are_those_of_self_attention():
+def test_axes_match_self_attention():
     """Kernels (in, out) of grouped heads are not read as kernels of cross-attention."""
     text, layout = proposed(wq=(48, 64), wk=(48, 16), wv=(48, 16), wo=(64, 48))
     axes = {tensor.name: tensor.axes for tensor in layout.tensors}
