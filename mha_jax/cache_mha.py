@@ -215,8 +215,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
     """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see
     `AttentionLayer`.
 
-    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other
-    call the cache that the last one returned.
+    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each later
+    call takes the cache that the previous one returned.
     """
 
     _is_self_attention = True

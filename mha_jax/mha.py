@@ -315,7 +315,7 @@ class MultiHeadAttention(AttentionLayer):
     """Multi-head attention of queries over keys and values.
 
     A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention`
-    returns the output alone, for sequences of modules. Sizes are fields of the specification:
+    returns only the output, for sequences of modules. Sizes are fields of the specification:
     `layer.spec.num_heads`. Constructor arguments: see `AttentionLayer`.
     """
 
@@ -406,7 +406,7 @@ class MultiHeadSelfAttention(AttentionLayer):
             x: (B, T, d_in).
 
         Returns:
-            Output (B, T, E). At padded positions it is the attention of the padding over the real
+            Output (B, T, E). At padded positions, it is the attention of the padding over the real
             tokens.
         """
         x, bias = cast((x, bias), self.dtype)

@@ -406,8 +406,8 @@ def create_cache_mask(
     window_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Bool[Tensor, "B 1 T S"]:
-    """Return a mask of the slots that each new token cannot attend to: after its own, or outside
-    its window or chunk.
+    """Return a mask of the slots that each new token cannot attend to: slots after its own, or
+    outside its window or chunk.
 
     Args:
         lengths: number of cached tokens of each sequence before the new ones, (B,).

@@ -249,7 +249,7 @@ class MultiHeadAttention(AttentionLayer):
     """Multi-head attention of queries over keys and values.
 
     A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention`
-    returns the output alone, for sequences of modules. Sizes are fields of the specification:
+    returns only the output, for sequences of modules. Sizes are fields of the specification:
     `layer.spec.num_heads`. Constructor arguments: see `AttentionLayer`.
     """
 
@@ -339,7 +339,7 @@ class MultiHeadSelfAttention(AttentionLayer):
             x: (B, T, d_in).
 
         Returns:
-            Output (B, T, E). At padded positions it is the attention of the padding over the real
+            Output (B, T, E). At padded positions, it is the attention of the padding over the real
             tokens.
         """
         full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)

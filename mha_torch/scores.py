@@ -19,11 +19,11 @@ class Scores:
     """Changes to the logits of one call, and dropout of its attention weights.
 
     Attributes:
-        spec: layer whose scale, soft cap, biases and products by distance apply; or `BareHeads` of
-            no layer.
+        spec: layer whose scale, soft cap, biases and products by distance apply; or `BareHeads` for
+            heads without a layer.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        learned: weights of the layer that change scores, by name: `sinks` (N,), one logit without a
-            value per head; `relative_bias` (num_buckets, N); `relative_keys` and
+        learned: weights of the layer that change scores, by name: `sinks` (N,), one logit per head,
+            without a value; `relative_bias` (num_buckets, N); `relative_keys` and
             `relative_queries`, vectors of distances for queries and for keys, (num_buckets, H), or
             (num_buckets, N, H) for each head. Exactly those that the spec has.
         dropout: probability of dropping an attention weight.

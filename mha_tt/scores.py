@@ -30,8 +30,8 @@ class Scores:
     """Changes to the logits of one call, and dropout of its attention weights.
 
     Attributes:
-        spec: layer whose scale, soft cap, biases and products by distance apply; or `BareHeads` of
-            no layer.
+        spec: layer whose scale, soft cap, biases and products by distance apply; or `BareHeads` for
+            heads without a layer.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is
             not read.
         learned: weights of the layer that change scores, by name: `sinks` (1, N, 1, 1), one logit

@@ -25,7 +25,8 @@ def apply_norm(
         x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis
             in at least float32.
         norm: kind and options; the factor may be 1 + weight.
-        weight, bias: iff the norm has them: (H,), (heads, H) if each head has its own, or (width,).
+        weight, bias: only if the norm has them: (H,), (heads, H) if each head has its own, or
+            (width,).
 
     Returns:
         Normalized features, in the shape and dtype of x.

@@ -41,7 +41,7 @@ def contained(kernel: Kernel) -> Kernel:
     - All other rows have the values that they would have without the NaN, bit for bit.
     - Tokens that no row attends to affect no gradient, and have a gradient of 0.
 
-    The kernel itself is called as it is if the values show that all are finite. On a GPU, reading
+    The kernel itself is called unchanged if all values are known to be finite. On a GPU, reading
     them waits for the device, once for each call. Compiled and captured graphs have no values to
     read, and always follow the rules.
 

@@ -30,8 +30,8 @@ def apply_norm(
         x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis
             in at least float32.
         norm: kind and options; the factor may be 1 + weight.
-        weight, bias: iff the norm has them: (1, H), (1, heads, 1, H) if each head has its own, or
-            (1, width).
+        weight, bias: only if the norm has them: (1, H), (1, heads, 1, H) if each head has its own,
+            or (1, width).
         slots: indices of the features on the last axis, if it is padded: see `head_slots`.
         compute_kernel_config: arithmetic of the sums; default: `accurate_config`.
 

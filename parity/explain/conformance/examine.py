@@ -39,7 +39,7 @@ def examine(
         target: a `Subject`, or a function, module, class or factory in torch, JAX or ttnn, see
             `discover.made`.
         questions: names from `QUESTIONS`; default: all.
-        dtypes: dtypes to test, the first also with dropout; default: all, or bfloat16 for ttnn.
+        dtypes: dtypes to test, the first one also with dropout; default: all, or bfloat16 for ttnn.
         declared: claims, and properties that cannot be detected: the keywords of
             `discover.subject_of`, and `params` of `made`.
 

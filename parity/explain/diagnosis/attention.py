@@ -25,7 +25,7 @@ def attention_of(module: Any, *inputs: Any, **keywords: Any) -> np.ndarray:
 
     Args:
         module: the layer.
-        inputs, keywords: of its call, in arrays of its framework.
+        inputs, keywords: arguments of its call, in arrays of its framework.
 
     Raises:
         TypeError: if the module does not return attention weights.

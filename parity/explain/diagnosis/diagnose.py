@@ -85,13 +85,13 @@ def diagnose(
         observed: stages by name, as in `STAGES`, in arrays of any framework. The output alone is
             enough, but then two bugs may look like one, or may not be found.
         problem: the case, weights and inputs.
-        arithmetic: of the hardware, one of `reference.ARITHMETICS`, or its rounding, one of
-            `reference.UNFUSED`. The default is `tensix` for TTNN arrays on a card or a simulator,
-            else `ieee`.
-        seconds: work of the search, in seconds of one core of a usual machine. Work is counted by
-            the sizes of the computation, so the load of the machine does not change the result. For
-            a large layer the search does a quarter of the layer's own work in addition. The report
-            lists the parts that were not tried. Infinity tries everything.
+        arithmetic: arithmetic of the hardware, one of `reference.ARITHMETICS`, or its rounding, one
+            of `reference.UNFUSED`. The default is `tensix` for TTNN arrays on a card or a
+            simulator, else `ieee`.
+        seconds: work of the search, in seconds of one core of a typical machine. Work is counted
+            from the sizes of the computation, so the load of the machine does not change the
+            result. For a large layer, the search may do another quarter of the layer's own work.
+            The report lists the parts that were not tried. Infinity tries everything.
 
     Raises:
         ValueError: if no name is a stage of the problem, or the arithmetic is unknown.
@@ -515,7 +515,7 @@ def observe(
             If tokens arrive in chunks, it is called once for each chunk (B, chunk, d_in), with the
             cache that its previous call returned, see `parameter_of_cache`.
         problem: the case and its inputs.
-        framework: of the function's arrays, `torch`, `jax` or `ttnn`.
+        framework: framework of the function's arrays, `torch`, `jax` or `ttnn`.
 
     Raises:
         ValueError: if it returns anything else, or raises an exception.

@@ -408,12 +408,12 @@ class Diagnosis(JsonRecord):
             patterns; then unexplained stages; each in the order of the stages.
         has_stages: True if more than the output was observed.
         malformed: stages that cannot be compared, and why; the others are compared without them.
-        conventions: descriptions of the convention of stages that do not use ours, by stage.
+        conventions: by stage, a description of its convention if that is not ours.
         choice: a description of how the implementation computes differently; it is not a bug.
         untried: the parts of the search that exceeded the time limit.
-        agrees: True if the output agrees all the same.
-        dtypes: of the stages whose dtype is not the problem's.
-        dtype: the problem's.
+        agrees: True if the output agrees nevertheless.
+        dtypes: dtypes of the stages whose dtype is not the problem's.
+        dtype: the problem's dtype.
         taken: the stages of a different convention, converted to the reference's if that is
             possible. JSON omits them.
         sample: the part of a large layer that was searched.

@@ -142,8 +142,8 @@ def compare_taps(one: Tapped, other: Tapped) -> TapDifference:
     """Compare two recordings, layer by layer, each token with the token of the other at the same
     position.
 
-    A prompt at once may be compared with a prompt in steps. Layers are matched by their index,
-    prompts by their order.
+    A prompt in one call may be compared with the same prompt in steps. Layers are matched by their
+    index, prompts by their order.
 
     Args:
         one, other: recordings of the same tokens.

@@ -72,11 +72,11 @@ def check_tap(
     cache_quantization: CacheQuantization | None = None,
     diagnoses: bool = True,
 ) -> TapVerdict:
-    """Compare each layer of a recording by itself with the float64 reference for the layer's own
+    """Compare each layer of a recording, on its own, with the float64 reference for the layer's own
     input.
 
-    Prompt and steps are joined, padding is left out. If several layers are wrong, the findings of
-    the first are tried before a new search.
+    A prompt and its steps are joined, and padding is left out. If several layers are wrong, the
+    findings of the first are tried before a new search.
 
     Args:
         tapped: the recording.

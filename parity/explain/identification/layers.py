@@ -96,8 +96,8 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
     """Return the specifications of the attention layers of a live model, each checked by
     observation.
 
-    Rules of a family (see `from_transformers`) and observation (see `identify`) must agree. A layer
-    that only one of them supports is compared with the reference on the inputs.
+    The rules of a family (see `from_transformers`) and observation (see `identify`) must agree. A
+    layer that only one of them supports is compared with the reference on the inputs.
 
     Args:
         model: as in `identify`.

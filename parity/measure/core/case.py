@@ -22,8 +22,8 @@ EMPTY = np.iinfo(np.int64).max // 2
 class Case:
     """A situation in which implementations must agree: a layer and its inputs.
 
-    Arrays are drawn from the name (see `parity.measure.core.problem`), so that all environments get
-    the same ones.
+    Arrays are drawn with a seed from the name (see `parity.measure.core.problem`), so they are the
+    same in all environments.
 
     Attributes:
         name: name in the command line and reports.
@@ -35,7 +35,7 @@ class Case:
         is_causal: hide keys after the query's own position.
         key_padding_lengths: number of real keys of each sequence.
         segment_ids: segment of each token of each sequence; hides other segments. Positions restart
-            in each, unless `position_ids` are given.
+            in each, unless `position_ids` are passed.
         window_size: hide all but the last `window_size` keys.
         random_mask: hide random keys, different for each head, and one whole row of each sequence.
         bias: add a random bias to the scores.
@@ -56,7 +56,7 @@ class Case:
         position_ids: position of each token, instead of 0, 1, …: (B or 1, T), or (axes, B or 1, T)
             with sections; T as for `mask`.
         cache_slots: with a cache: slot into which each token is written, instead of 0, 1, …, (B or
-            1, T), T as for `mask`: a ring whose slots are used again. A call hides the tokens that
+            1, T), T as for `mask`: a ring whose slots are reused. A call hides the tokens that
             are later than its own, in whichever slots they are.
         cache_quantization: with a cache: how it stores keys and values; None for their own dtype.
 

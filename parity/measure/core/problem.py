@@ -142,12 +142,12 @@ def make_problem(
 ) -> Problem:
     """Return weights and inputs of a case in a dtype.
 
-    They are drawn from its name, or read from its trained layer.
+    They are drawn with a seed from its name, or read from its trained layer.
 
     Args:
-        case: case, or its name: one of `CASES`, or `random-N`. Or the specification of a layer, for
-            which calls, lengths and positions are chosen that exercise its features, such as a
-            window: `problem.case.about` has the choice in words.
+        case: case, or its name: one of `CASES`, or `random-N`. Or the specification of a layer:
+            calls, lengths and positions are then chosen to exercise its features, such as a window,
+            and `problem.case.about` has the choice in words.
         dtype: name of a floating-point dtype, one of `DTYPES`.
         weights: canonical weights, as arrays of any framework, instead of the case's own.
         received: keys `k` and values `v` of another layer for `shared_kv`, instead of drawn ones.

@@ -58,8 +58,8 @@ class CacheQuantization(Record):
     equal values has the scale 1.
 
     Attributes:
-        dtype: of the stored values: `int8`, `int4`, `float8_e4m3fn` or `float8_e5m2`.
-        scale_per: group of values with a scale of its own: the whole `tensor`; a key/value `head`;
+        dtype: dtype of the stored values: `int8`, `int4`, `float8_e4m3fn` or `float8_e5m2`.
+        scale_per: the group of values that share a scale: the whole `tensor`; a key/value `head`;
             a `channel`, which is a feature of a head; a `token` of a sequence, over all heads; or
             `token_head`, a head of a token.
         value_scale_per: the group of values, if it differs from the group of keys.
@@ -72,7 +72,8 @@ class CacheQuantization(Record):
         exact: tokens that a call attends to as they were computed, before they are rounded: `none`;
             the tokens of the first call during that call, `first_call`; or `new` ones of every
             call.
-        residual_length: with `new`: tokens after the first call stay exact until they are as many.
+        residual_length: with `new`: tokens after the first call stay exact until there are this
+            many.
 
     Raises:
         TypeError: if an attribute has a wrong type.

@@ -85,7 +85,7 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
 
     Args:
         spec: layer.
-        seed: equal seeds result in equal weights on all machines.
+        seed: equal seeds give equal weights on all machines.
 
     Example:
         >>> weights = parity.random_weights(parity.AttentionSpec(64, 8, num_kv_heads=2))

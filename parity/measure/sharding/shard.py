@@ -94,14 +94,14 @@ def shard(
     """Return the exact weights of a rank, and the specification of its layer.
 
     The outputs of all ranks that divide the heads, each for the whole input or its part of the
-    tokens, sum to the output of the layer; without out_proj they concatenate to it. Masks and
+    tokens, add up to the output of the layer; without out_proj, they concatenate to it. Masks and
     biases with an axis of heads are divided like query heads.
 
     Each of R ranks has N / R consecutive query heads, with their rows of q_proj, gate_proj and,
     with latents, q_b_proj and kv_b_proj; their columns of out_proj and of a relative bias; and
     their sinks. It also has their key/value heads, with the rows of k_proj and v_proj: K / R of
     them, or one that it shares with other ranks. Norms with weights per head, or over the width of
-    all heads, are divided likewise. Other norms and projections to latents are replicated.
+    all heads, are divided in the same way. Other norms and projections to latents are replicated.
 
     Only the first rank has the bias of out_proj, so that it is added once, bit for bit. The
     specification of the others has none, so that they do not train a copy.

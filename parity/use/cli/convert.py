@@ -121,7 +121,7 @@ def _without_drop(words: Sequence[str]) -> list[str]:
         " file records them"
     ),
 )
-@option("--fill-bias", is_flag=True, help="add biases of zeros if DST needs biases")
+@option("--fill-bias", is_flag=True, help="add zero biases if DST needs biases")
 @option(
     "--max-shard-gib", type=float, metavar="G", help="split DST into files of at most this size"
 )
@@ -131,7 +131,7 @@ def _without_drop(words: Sequence[str]) -> list[str]:
     metavar="R",
     help="divide the heads over R ranks: DST is a new folder with one file per rank",
 )
-@option("--force", is_flag=True, help="replace DST, if it is of the same format")
+@option("--force", is_flag=True, help="replace DST if it has the same format")
 @option(
     "--dry-run",
     is_flag=True,

@@ -98,8 +98,8 @@ INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two 
         type=size_list,
         metavar="48,1,1",
         help=(
-            "call it once for each chunk with this number of tokens; its parameter for a cache "
-            "receives what the previous call returned second"
+            "call it once for each chunk, with this many tokens; its cache parameter receives "
+            "the second value that the previous call returned"
         ),
     ),
     option(

@@ -59,7 +59,7 @@ MOST_RANDOM = 10_000
 @group(
     "what to run",
     cases_option(),
-    option("--list", "is_list", is_flag=True, help="list the cases, by default all, and run none"),
+    option("--list", "is_list", is_flag=True, help="list the cases (all by default) and run none"),
     option(
         "--random",
         type=int,

@@ -13,7 +13,7 @@ from parity.use.cli.messages import add_hint, refusal, requires
     about=(
         "Read the configuration of a Hugging Face model. Report what each of its attention layers"
         " computes, and which key specifies it. With --live, observe a model in memory instead, "
-        "report how each field was found, and check the rules of its family against it."
+        "report how each field was determined, and check the rules of its family against it."
     ),
     example="mha-parity spec checkpoints/llama",
     well="every layer is understood",

@@ -58,7 +58,8 @@ def plot_attention(
     """Draw attention weights, one heat map for each head.
 
     Args:
-        attn_weights: (B, N, T, S), (N, T, S) or (T, S); anything that NumPy makes an array of.
+        attn_weights: (B, N, T, S), (N, T, S) or (T, S); anything that NumPy can convert to an
+            array.
         path: file to write, whole or not at all; `.png` or `.svg` selects the format. Default: no
             file.
         tokens: a label for each key, (S,).
@@ -66,10 +67,10 @@ def plot_attention(
             positions.
         heads: heads to draw; default: all.
         sequence: sequence of the batch to draw.
-        title: text above, of one line or more.
+        title: text above the maps, of one or more lines.
 
     Returns:
-        The figure of matplotlib, which a notebook shows.
+        The matplotlib figure, which a notebook shows.
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.

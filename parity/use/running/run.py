@@ -65,7 +65,7 @@ def run_cases(
         received: keys and values of another layer, by case, see `make_problem`.
         traces: folder to save the traces in.
         join: folders of saved traces, with subfolders; traces of the same cases and dtypes are also
-            compared. Or an `Elsewhere`, which is awaited.
+            compared. Or an `Elsewhere`, whose run is awaited.
         jobs: number of processes that run cases; 1 is this process.
         device: device of torch, `cpu`, `cuda` or `cuda:1`; JAX uses its default device.
         on_case: called with the case, the dtype and the backend before each case runs, or before

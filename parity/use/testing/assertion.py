@@ -113,10 +113,11 @@ def assert_parity(
             `scores`, `output` and others, see `STAGES`. The message begins with the first stage
             that differs, in the order of the data flow, or for other names in the order of
             `expected`.
-        expected: the expected values, likewise, best in float64; omit it with `problem`.
-        same_precision: the same computation by a second, correct implementation in the precision
-            of `actual`, likewise. Then the tolerance is 4 times the error of `same_precision`, and
-            one unit of rounding, as in `mha-parity compare`. The best choice without a `problem`.
+        expected: the expected values in the same form, best in float64; omit it with `problem`.
+        same_precision: the result of a second, correct implementation in the precision of `actual`,
+            in the same form. The tolerance is then 4 times the error of `same_precision` plus one
+            unit of rounding, as in `mha-parity compare`. This is the best choice without a
+            `problem`.
         problem: the case, weights and inputs. Then the expected values and their noise come from
             the float64 reference, for the stages of `actual`.
         dtype: name of the dtype of the computation, if no array shows it; by default the narrowest
@@ -126,8 +127,8 @@ def assert_parity(
         diagnose: with `problem`, search for the bug that explains a difference, for up to 5
             seconds. If nothing is wrong, because a stage is only recorded in a different convention
             or scores are kept in 16 bits, a `ConventionWarning` is issued instead of an error.
-        arithmetic: of the hardware, one of `reference.ARITHMETICS`: `ieee`, or `tensix`,
-            Tenstorrent's. The default is `tensix` if an array of `actual` is TTNN's on a card or a
+        arithmetic: arithmetic of the hardware, one of `reference.ARITHMETICS`: `ieee`, or `tensix`,
+            Tenstorrent's. The default is `tensix` if `actual` contains a TTNN array on a card or a
             simulator.
 
     Without `same_precision` and `problem` a coarse rule applies: the root mean square of the error

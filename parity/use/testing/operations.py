@@ -50,11 +50,11 @@ def assert_operations(*, arithmetic: str | None = None) -> Iterator[Operations]:
 
     Each operation is compared by itself: its golden function receives the inputs on the device, so
     errors do not add up. The tolerance is a few units of rounding of the result's dtype, as in
-    `assert_parity`. Every tensor is read back, so it is slow. A mock board returns the values of
+    `assert_parity`. Every tensor is read back, so this is slow. A mock board returns the values of
     golden functions, so nothing ever differs there.
 
     Args:
-        arithmetic: of the device, as in `assert_parity`.
+        arithmetic: arithmetic of the device, as in `assert_parity`.
 
     Yields:
         The compared operations, which grow as the block runs.

@@ -186,7 +186,7 @@ def compare_weights(
 ) -> WeightsComparison:
     """Compare two layers tensor by tensor: which tensors differ, where, and how they are related.
 
-    No attention is computed: `verify` does that.
+    No attention is computed; `verify` does that.
 
     Args:
         weights, spec: canonical weights, as arrays of any framework, and the layer.

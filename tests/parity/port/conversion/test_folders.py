@@ -679,7 +679,7 @@ def test_missing_key_bias_needs_fill_bias(target, got, capsys, tmp_path):
     told = ("convert", tmp_path / "model", tmp_path / "p.safetensors", "--to", target)
     out = said(capsys, *told, status=2)
     assert refuses("the layer", got, remedy={"--fill-bias": True}).is_printed_in(out)
-    assert "--fill-bias adds biases of zeros" in out
+    assert "--fill-bias adds zero biases" in out
     said(capsys, *told, "--fill-bias")
     with (
         open_layers(tmp_path / "model") as before,
