@@ -51,7 +51,7 @@ IDIOMS = {
         "'specified', 'reported', 'distinguished', 'by default'",
     ),
     "asked": (
-        r"\b(?:(?:is|are|be|was|were) asked|asks (?:what|whether))\b",
+        r"\b(?:is|are|be|was|were) asked\b",
         "'checks', 'requests', 'requires', 'expects'",
     ),
     "judged": (r"\b(?:judges?|judged|judging)\b", "'compares', 'checks'"),
