@@ -723,7 +723,7 @@ ADVICE = {
     "mask of B, T, S": ({"mask": booleans(3, 4, 5)}, refuses("mask", hint="mask[:, None]")),
     "mask of B, S": ({"mask": booleans(3, 5)}, refuses("mask", hint="key_padding_lengths")),
     "bias of B, T, S": ({"bias": floats(3, 4, 5)}, refuses("bias", hint="bias[:, None]")),
-    "another dtype": (
+    "a different dtype": (
         {"query": others(3, 4, 6), "key": others(3, 5, 5)},
         refuses_type("…", hint="dtype"),
     ),

@@ -62,11 +62,11 @@ def test_upload_within_rounding_is_unchanged(device, kept):
 
 
 OTHERS = {
-    "another number": (
+    "a different number": (
         {"factor": 3.0},
         "step 3 is 'ttnn.multiply .* 3.0 -> #2' and was 'ttnn.multiply .* 2.0 -> #2'",
     ),
-    "another shape": (
+    "a different shape": (
         {"x": X.reshape(2, 32)},
         r"step 1 is 'ttnn.to_device #0 \(2, 32\) .* was 'ttnn.to_device #0 \(1, 64\)",
     ),

@@ -194,8 +194,8 @@ def test_stage_unknown_to_reference_fails(x):
 
 ONE = np.ones((2, 3), np.float32)
 FAILURES = {
-    "another shape": (ONE[:1], ONE, r"shape \(1, 3\), expected \(2, 3\)"),
-    "another rank": (ONE[None], ONE, r"shape \(1, 2, 3\), expected \(2, 3\)"),
+    "a different shape": (ONE[:1], ONE, r"shape \(1, 3\), expected \(2, 3\)"),
+    "a different rank": (ONE[None], ONE, r"shape \(1, 2, 3\), expected \(2, 3\)"),
     "empty": (ONE[:0], ONE[:0], "there are no elements to compare"),
     "NaN": (ONE * np.float32("nan"), ONE, "6 elements are NaN or infinite"),
     "infinity on both sides": (
