@@ -53,7 +53,7 @@ def problem_of(size: int, dtype: str) -> Problem:
 
 
 def outputs_of(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Return the output of a right layer, and that of one whose RoPE is not scaled."""
+    """Return the output of a right layer, and of one whose RoPE is not scaled."""
     unscaled = replace(problem.spec, rope=Rope(500000.0))
     wrong = replace(problem, case=replace(problem.case, spec=unscaled))
     right, other = (

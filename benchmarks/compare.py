@@ -3,8 +3,8 @@ second?
 
     python benchmarks/compare.py BEFORE.json AFTER.json [--allow 0.1] [--relative]
 
-Exit status 1 if the time or the memory of a row grew by more than --allow; 2 if a file has another
-format.
+Exit status 1 if the time or the memory of a row grew by more than --allow; 2 if a file has a
+different format.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print.
 
     Args:
-        arguments: command-line arguments; default: those of the process.
+        arguments: command-line arguments; default: the arguments of the process.
 
     Returns:
         The exit status.

@@ -4,8 +4,7 @@ layer on one device.
     python benchmarks/ring.py --json PATH [--tokens 1024,2048,…]
 
 The devices are virtual and share this machine's cores, so the ring cannot be faster. Its memory is
-that of each device. Longer sequences are compiled, but not run. benchmarks/README.md describes the
-file.
+per device. Longer sequences are compiled, but not run. benchmarks/README.md describes the file.
 """
 
 import argparse

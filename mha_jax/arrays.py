@@ -113,7 +113,7 @@ def zero_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array
 
 
 def nan_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming
+    """Return x with NaN at `where`; the gradient passes unchanged, NaN only if the incoming
     one is NaN.
     """
     return x + jnp.where(where, jnp.nan, 0.0)

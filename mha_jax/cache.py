@@ -110,7 +110,7 @@ class Cache:
 
         Raises:
             TypeError: if the capacity is not an integer.
-            ValueError: if the capacity is below that of this cache.
+            ValueError: if the capacity is below this cache's.
         """
         check_count("capacity", capacity, minimum=self.capacity)
         added = [(0, 0), (0, 0), (0, capacity - self.capacity), (0, 0)]
@@ -130,7 +130,8 @@ class Cache:
 
         Raises:
             TypeError: if the lengths are not integers.
-            ValueError: if a length is negative or above that of its sequence, and both are known.
+            ValueError: if a length is negative or above the length of its sequence, and both are
+                known.
         """
         if isinstance(lengths, (int, np.integer)):
             lengths = [lengths] * self.lengths.shape[0]
@@ -141,7 +142,7 @@ class Cache:
             if bool((shorter > old_lengths).any()):
                 raise InputError(
                     "lengths",
-                    "not exceed those of the cache",
+                    "not exceed the lengths of the cache",
                     f"lengths={shorter.tolist()} and {old_lengths.tolist()}",
                 )
         lengths = jnp.minimum(jnp.asarray(lengths, jnp.int32), self.lengths)
@@ -269,8 +270,8 @@ def create_cache_mask(
     window_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Bool[Array, "B 1 T S"]:
-    """Return a mask of the slots that each new token cannot attend to: after its own, or outside
-    its window or chunk.
+    """Return a mask of the slots that each new token cannot attend to: slots after its own, or
+    outside its window or chunk.
 
     Args:
         lengths: number of cached tokens of each sequence before the new ones, (B,).
@@ -373,7 +374,7 @@ def check_cache(
     value: Array,
     names: tuple[str, str] = ("cache.keys", "cache.values"),
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
+    """Reject cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
     appended.
     """
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
@@ -391,8 +392,8 @@ def check_cache(
 
 
 def check_cached_input(x: Array, cache: Cache, spec: AttentionSpec) -> None:
-    """Refuse new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
-    the cache.
+    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size differs from
+    the cache's.
     """
     if x.shape[0] != cache.lengths.shape[0]:
         raise InputError(
@@ -406,7 +407,7 @@ def check_cached_input(x: Array, cache: Cache, spec: AttentionSpec) -> None:
 def check_appended(
     cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None
 ) -> None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    """Reject new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
     check_is_cache(cache, KVCache)
     check_cache(cache.keys, cache.values, key, value)
     if value.dtype != key.dtype:
@@ -417,7 +418,7 @@ def check_appended(
 
 
 def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
-    """Refuse more new tokens than free slots: they would be written out of bounds."""
+    """Reject more new tokens than free slots: they would be written out of bounds."""
     batch_size = cache.lengths.shape[0]
     capacity = cache.capacity
     lengths = _on_host(cache.lengths)

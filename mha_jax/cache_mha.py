@@ -69,7 +69,7 @@ def multi_head_attention_with_cache(
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
-    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
+    Results, errors and other arguments are as in `MultiHeadAttentionWithCache`.
 
     Args:
         weights: see `multi_head_attention`.
@@ -187,7 +187,9 @@ def _keys_and_values(
 
 @compiled()
 def _of_real_tokens(positions: Array, added: Array) -> Array:
-    """Return the positions, (B, T) or (axes, B, T), with that of the first token for padding."""
+    """Return the positions, (B, T) or (axes, B, T), with the position of the first token for
+    padding.
+    """
     is_padding = padding_after(added, positions.shape[-1])
     shape = (*positions.shape[:-2], *is_padding.shape)
     is_padding, positions, first = (
@@ -215,8 +217,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
     """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see
     `AttentionLayer`.
 
-    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other
-    call the cache that the last one returned.
+    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each later
+    call takes the cache that the previous one returned.
     """
 
     _is_self_attention = True
@@ -227,8 +229,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: floating-point dtype of keys and values; default: that of the layer, or of its
-                weights.
+            dtype: floating-point dtype of keys and values; default: the dtype of the layer, or of
+                its weights.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.

@@ -39,18 +39,18 @@ checked = checking({FLOATING: _FLOATING, INTEGERS: _INTEGERS, BOOLEAN: [np.dtype
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
-    """Refuse anything but an integer of at least `minimum`."""
+    """Reject anything but an integer of at least `minimum`."""
     as_count(name, value, minimum)
 
 
 def check_array(name: str, x: object) -> None:
-    """Refuse anything but an array of the framework."""
+    """Reject anything but an array of the framework."""
     if not isinstance(x, Array):
         raise InputTypeError(name, "be an array", type(x).__name__)
 
 
 def check_floating(name: str, x: Array, rank: int) -> None:
-    """Refuse an array of another rank, or one that is not floating point."""
+    """Reject an array of the wrong rank, or one that is not floating point."""
     check_array(name, x)
     if x.ndim != rank:
         raise InputError(name, f"have {rank} axes", {f"{name}.shape": x.shape})
@@ -59,7 +59,7 @@ def check_floating(name: str, x: Array, rank: int) -> None:
 
 
 def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
-    """Refuse an array that is not of integers, or has none of these shapes."""
+    """Reject an array that is not of integers, or has none of these shapes."""
     check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise InputTypeError(name, "be integers", {f"{name}.dtype": x.dtype})
@@ -70,11 +70,11 @@ def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_wo
 def check_lengths(
     name: str, lengths: Array | Sequence[int], batch_size: int | None, maximum: int
 ) -> list[int] | None:
-    """Refuse lengths that are not one integer in 0..maximum per sequence.
+    """Reject lengths that are not one integer in 0..maximum per sequence.
 
     Returns:
-        Lengths if known: under jit those of an array are not, and on an accelerator they are not
-        read.
+        Lengths if known: under jit the lengths of an array are not, and on an accelerator they are
+        not read.
     """
     if isinstance(lengths, jax.Array):
         array = lengths
@@ -102,7 +102,7 @@ def check_lengths(
 
 
 def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
-    """Refuse weights whose names or shapes are not exactly those of the layer."""
+    """Reject weights whose names or shapes do not match the layer exactly."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise InputTypeError(
@@ -137,16 +137,14 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
 def check_score_weights(
     weights: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Refuse weights that change scores if their names or shapes are not exactly those of the
-    layer.
-    """
+    """Reject weights that change scores if their names or shapes do not match the layer exactly."""
     check_names("learned", weights, shapes)
     for name, shape in shapes.items():
         check_weight(name, weights[name], shape)
 
 
 def check_weight(name: str, weight: Array, shape: tuple[int, ...]) -> None:
-    """Refuse a weight that is not floating point, or has another shape."""
+    """Reject a weight that is not floating point, or has the wrong shape."""
     check_array(name, weight)
     if not jnp.issubdtype(weight.dtype, jnp.floating):
         raise InputTypeError(name, "be floating point", {f"{name}.dtype": weight.dtype})
@@ -168,7 +166,7 @@ def check_layer_inputs(
     positions: Array | None,
     spec: AttentionSpec,
 ) -> None:
-    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
+    """Reject layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
     check_width("query", query, spec.d_in)
     if key is None and value is not None:
         raise InputError("value", "come with a key", "key=None and a value")
@@ -195,7 +193,7 @@ def check_layer_inputs(
 
 
 def check_same_dtype(name: str, x: Array, query: Array) -> None:
-    """Refuse an input whose dtype is not the query's."""
+    """Reject an input whose dtype is not the query's."""
     if x.dtype != query.dtype:
         raise InputTypeError(
             name,
@@ -205,7 +203,7 @@ def check_same_dtype(name: str, x: Array, query: Array) -> None:
 
 
 def check_width(name: str, x: Array, width: int) -> None:
-    """Refuse an input of a layer with another number of features."""
+    """Reject an input of a layer with the wrong number of features."""
     if x.shape[-1] != width:
         raise InputError(name, f"have {width} features", {f"{name}.shape": x.shape})
 
@@ -217,7 +215,7 @@ def check_shared_kv(
     spec: AttentionSpec,
     names: tuple[str, str] = ("key", "value"),
 ) -> None:
-    """Refuse anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these
+    """Reject anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these
     queries.
     """
     if key is None or value is None:
@@ -241,7 +239,7 @@ def check_shared_kv(
 
 
 def check_projected(name: str, x: Array, kernel: Array) -> None:
-    """Refuse an input that does not fit its projection."""
+    """Reject an input that does not fit its projection."""
     if x.shape[-1] != kernel.shape[0]:
         raise InputError(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
     if x.dtype != kernel.dtype:
@@ -254,13 +252,13 @@ def check_projected(name: str, x: Array, kernel: Array) -> None:
 
 
 def check_features(name: str, x: Array, width: int) -> None:
-    """Refuse the output of a projection that has another width."""
+    """Reject the output of a projection that has the wrong width."""
     if x.shape[-1] != width:
         raise InputError(name, f"return {width} features", f"{x.shape[-1]} features")
 
 
 def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope | None) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B
+    """Reject positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B
     or 1, T).
     """
     check_array("positions", positions)
@@ -273,7 +271,7 @@ def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope 
 
 
 def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None) -> None:
-    """Refuse parameters that do not fit the norm."""
+    """Reject parameters that do not fit the norm."""
     check_norm(norm)
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -288,20 +286,20 @@ def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None)
 
 
 def check_latents(name: str, latents: Array, latent: Latent) -> None:
-    """Refuse anything but latents (B, 1, S, kv_rank + rope_dim)."""
+    """Reject anything but latents (B, 1, S, kv_rank + rope_dim)."""
     if (latents.shape[1], latents.shape[3]) != (1, latent.width):
         shape = latents.shape
         raise InputError(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
 
 
 def check_heads(query: Array, key: Array, value: Array) -> None:
-    """Refuse split heads whose dtypes do not fit each other."""
+    """Reject split heads whose dtypes do not fit each other."""
     for name, x in (("key", key), ("value", value)):
         check_same_dtype(name, x, query)
 
 
 def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the
+    """Reject queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the
     layer.
     """
     check_head_groups(query.shape[1], key.shape[1])
@@ -321,7 +319,7 @@ def check_project_qkv(
     spec: AttentionSpec,
     positions: Array | None = None,
 ) -> None:
-    """Refuse arguments of `project_qkv` that do not fit each other."""
+    """Reject arguments of `project_qkv` that do not fit each other."""
     check_spec(spec)
     if positions is not None:
         check_positions(positions, query.shape[0], query.shape[1], spec.rope)
@@ -336,7 +334,7 @@ def check_attention_scores(
     learned: Mapping[str, Array] | None = None,
     **_: object,
 ) -> None:
-    """Refuse arguments of `attention_scores` that do not fit each other."""
+    """Reject arguments of `attention_scores` that do not fit each other."""
     rules = BareHeads(query.shape[3]) if spec is None else spec
     learned = {} if learned is None else learned
     check_scored(query, key, rules)
@@ -351,7 +349,7 @@ def check_attention_scores(
 def check_masked_softmax(
     scores: Array, mask: Array | None = None, sinks: Array | None = None, **_: object
 ) -> None:
-    """Refuse arguments of `masked_softmax` that do not fit each other."""
+    """Reject arguments of `masked_softmax` that do not fit each other."""
     if mask is not None:
         check_broadcasts("mask", mask.shape, scores.shape)
 
@@ -359,20 +357,20 @@ def check_masked_softmax(
 def check_apply_dropout(
     attn_weights: Array, rate: float, keep: Array | None = None, **_: object
 ) -> None:
-    """Refuse a rate outside [0, 1), and weights to keep that do not fit the others."""
+    """Reject a rate outside [0, 1), and weights to keep that do not fit the others."""
     as_rate("dropout", rate)
     if keep is not None:
         check_broadcasts("keep", keep.shape, attn_weights.shape)
 
 
 def check_bias(bias: Array, scores_shape: tuple[int, ...], query: Array) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores."""
+    """Reject a bias that does not fit the queries, or does not broadcast to the scores."""
     check_same_dtype("bias", bias, query)
     check_broadcasts("bias", bias.shape, scores_shape)
 
 
 def check_gate(gate: Array, context: Array) -> None:
-    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one
+    """Reject a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one
     for each head.
     """
     num_heads = context.shape[1]
@@ -383,6 +381,6 @@ def check_gate(gate: Array, context: Array) -> None:
 
 
 def check_is_cache(cache: object, kind: type) -> None:
-    """Refuse anything but a cache of that type."""
+    """Reject anything but a cache of that type."""
     if not isinstance(cache, kind):
         raise InputTypeError("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)

@@ -43,7 +43,7 @@ def multi_head_attention(
 ) -> tuple[Float[Array, "*B T E"], Float[Array, "*B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
-    Results, errors and other arguments are those of `MultiHeadAttention`.
+    Results, errors and other arguments are as in `MultiHeadAttention`.
 
     Args:
         weights: Flax params: {`<name>`: {`kernel` (in, out), `bias` (out,)}} of projections,

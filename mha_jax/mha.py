@@ -146,7 +146,7 @@ class Projection(nnx.Linear):
     def __call__(
         self, inputs: Float[Array, "B T d_in"], out_sharding: Any = None
     ) -> Float[Array, "B T d_out"]:
-        """Return x @ kernel + bias, in `dtype`; default: that of x."""
+        """Return x @ kernel + bias, in `dtype`; default: the dtype of x."""
         del out_sharding  # argument of nnx.Linear; here the sharding follows from the inputs
         bias = None if self.bias is None else self.bias[...]
         inputs, kernel, bias = cast((inputs, self.kernel[...], bias), self.dtype)
@@ -173,8 +173,8 @@ class AttentionLayer(nnx.Module):
     Raises:
         TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a
             dtype not floating point.
-        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have
-            another width.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have a
+            different width.
     """
 
     # The specification decides which of these a layer has: `projections` and `norms`. Weights that
@@ -292,7 +292,7 @@ class AttentionLayer(nnx.Module):
 
 
 def _check_streams(rngs: nnx.Rngs, spec: AttentionSpec) -> None:
-    """Refuse random streams without the ones that the layer draws from. A default stream serves as
+    """Reject random streams without the ones that the layer draws from. A default stream serves as
     any.
     """
     if not isinstance(rngs, nnx.Rngs):
@@ -315,7 +315,7 @@ class MultiHeadAttention(AttentionLayer):
     """Multi-head attention of queries over keys and values.
 
     A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention`
-    returns the output alone, for sequences of modules. Sizes are fields of the specification:
+    returns only the output, for sequences of modules. Sizes are fields of the specification:
     `layer.spec.num_heads`. Constructor arguments: see `AttentionLayer`.
     """
 
@@ -399,14 +399,14 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Array, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and
+        Errors and other arguments are as in `MultiHeadAttention`, with x as query, key and
         value.
 
         Args:
             x: (B, T, d_in).
 
         Returns:
-            Output (B, T, E). At padded positions it is the attention of the padding over the real
+            Output (B, T, E). At padded positions, it is the attention of the padding over the real
             tokens.
         """
         x, bias = cast((x, bias), self.dtype)

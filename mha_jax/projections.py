@@ -159,7 +159,7 @@ def _clip(x: Array, limit: float) -> Array:
 
 
 def _unpack_qkv(packed: Array, spec: AttentionSpec) -> tuple[Array, Array, Array]:
-    """Return the features of q, k and v from those of their common projection."""
+    """Return the features of q, k and v from the features of their common projection."""
     width = spec.q_width + spec.k_width + spec.v_width
     if packed.shape[-1] != width:
         raise InputError(

@@ -102,7 +102,7 @@ OF_MODULES: dict[str, Alias] = {
         name: Alias((), "a cached layer makes its cache with init_cache")
         for name in ("decode", "use_cache")
     },
-    "param_dtype": Alias((), "dtype is that of the weights"),
+    "param_dtype": Alias((), "dtype is the dtype of the weights"),
 }
 """Arguments of constructors."""
 

@@ -72,7 +72,7 @@ class Axes:
         return cls(tuple(names), may_be_one, batch)
 
     def comparing(self, shared_names: Collection[str]) -> Axes:
-        """Return these axes, of which some are compared with those of other arguments."""
+        """Return these axes, of which some are compared with the axes of other arguments."""
         compared = []
         for index, name in enumerate(self.names):
             if name in shared_names:
@@ -126,7 +126,7 @@ class ArrayRule:
     accepts_none: bool
 
     def check(self, name: str, x: Any, first: dict[str, Compared]) -> None:
-        """Reject an argument that breaks the rule, or whose axes differ from those of earlier
+        """Reject an argument that breaks the rule, or whose axes differ from the axes of earlier
         arguments.
 
         Args:
@@ -211,7 +211,9 @@ def _check_batch(name: str, shape: Any, num_batch_axes: int, other: Compared) ->
 
 
 def _size_error(name: str, shape: Any, axis: str, other: Compared) -> InputError:
-    """Return the error of an argument whose axis has another size than that of an earlier one."""
+    """Return the error of an argument whose axis differs in size from the axis of an earlier
+    one.
+    """
     shapes = {f"{name}.shape": tuple(shape), f"{other.name}.shape": tuple(other.shape)}
     return InputError(name, f"have the {axis} of {other.name}", shapes)
 

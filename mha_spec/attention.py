@@ -59,10 +59,11 @@ READ_IN_EACH_CALL = (
 class AttentionSpec(Record):
     """Framework-independent specification of an attention layer. Hashable.
 
-    Omitted sizes are derived from the others and read as integers. `replace` derives them again:
-    `AttentionSpec(512, 8).replace(d_model=1024)` has a head_dim of 128, while `dataclasses.replace`
+    Omitted sizes are derived from the others and can be read as integers. `replace` derives them
+    again: `AttentionSpec(512, 8).replace(d_model=1024)` has a head_dim of 128, while
+        `dataclasses.replace`
     keeps 64. A size equal to its derived value counts as omitted even if it was passed, so that
-    equal specifications behave equally.
+    equal specifications behave the same.
 
     Attributes:
         d_model: width of the output, E.
@@ -79,9 +80,9 @@ class AttentionSpec(Record):
             output.
         fused_qkv: store one qkv_proj (rows of q, then k, then v) instead of three projections;
             results are equal.
-        shared_kv: the layer has no projections of keys and values: a call receives those of another
-            layer, after its norms and RoPE. Biases, norms and a clip of q, k and v then apply to q
-            alone.
+        shared_kv: the layer has no projections of keys and values: a call receives the keys and
+            values of another layer, after its norms and RoPE. Biases, norms and a clip of q, k and
+            v then apply to q alone.
         latent: latents from which keys and values of all heads are expanded (MLA), or None. With
             latents qkv_bias applies to q_a_proj (or q_proj) and kv_a_proj.
         qk_norm: norm of queries and keys, or None. `q_norm` and `k_norm` have separate weights.
@@ -120,7 +121,7 @@ class AttentionSpec(Record):
             axes. Latents exclude fewer key/value heads, fused_qkv, norms of heads, a clip and RoPE
             of other features. A context norm must be over the width, and excludes a gate. Relative
             products exclude a soft cap and latents. Shared keys and values exclude separate biases,
-            another key width, fused_qkv, a norm of values and latents.
+            a different key width, fused_qkv, a norm of values and latents.
 
     Example:
         >>> from mha_spec import AttentionSpec, Rope
@@ -434,8 +435,8 @@ class AttentionSpec(Record):
 
     @property
     def qkv_projections(self) -> dict[str, Projection]:
-        """Unfused input projections: q_proj, k_proj and v_proj; those of latents; or q_proj alone
-        with shared_kv.
+        """Unfused input projections: q_proj, k_proj and v_proj; the projections of latents; or
+        q_proj alone with shared_kv.
         """
         if self.latent is not None:
             return self._latent_projections(self.latent)

@@ -38,7 +38,7 @@ class InputError(ValueError):
         got: values by name, or text if no name fits.
         remedy: settings by name that together fix the problem; a list has alternatives.
         hint: advice; follows the remedy.
-        where: place of the bad input, such as a path; precedes the argument.
+        where: location of the bad input, such as a path; precedes the argument.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class InputError(ValueError):
         return type(self), (self.argument, self.rule), fields
 
     def renamed(self, rename: Callable[[str, Any], tuple[str, Any]]) -> Self:
-        """Return a copy with other names, such as those of a command line.
+        """Return a copy with other names, such as the options of a command line.
 
         Names that start with "-" are printed as flags: `--num-heads 4`, and `--fill-bias` for True.
 
@@ -121,7 +121,7 @@ class InputError(ValueError):
         return other
 
     def within(self, where: str) -> Self:
-        """Return a copy with a place before its own, if any."""
+        """Return a copy with a location before its own, if any."""
         other = copy(self)
         if self.where:
             other.where = f"{where}: {self.where}"
@@ -179,7 +179,7 @@ def _has_array(value: object) -> bool:
 
 
 def _shown_with_arrays(value: Any) -> str:
-    """Return a value with the type, shape and dtype of its arrays: their numbers would fill the
+    """Return a value with the type, shape and dtype of its arrays: their elements would fill the
     message.
     """
     if isinstance(value, Mapping):

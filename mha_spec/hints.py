@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 OF_NUMBERS = "if 1 means attend, pass mask == 0; if it is added to the scores, pass it as bias"
-"""About a mask of numbers. Passed as a bias, a mask of ones and zeros would run, and hide
+"""About a mask of floats. Passed as a bias, a mask of ones and zeros would run, and hide
 nothing.
 """
 

@@ -20,7 +20,7 @@ LARGEST_COUNT = 2**63 - 1
 LEAST_FACTOR, LARGEST_FACTOR = (
     float(number) for number in (np.finfo(np.float32).tiny, np.finfo(np.float32).max)
 )
-"""Range of factors: layers are computed in float32, which rounds numbers beyond it to 0 or
+"""Range of factors: layers are computed in float32, which rounds values beyond it to 0 or
 infinity.
 """
 

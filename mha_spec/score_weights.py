@@ -20,7 +20,7 @@ def score_axes(name: str, shape: tuple[int, ...]) -> str:
 
 
 def without_sinks(by_name: Mapping[str, Value]) -> dict[str, Value]:
-    """Return weights, or their shapes, without those of the softmax: they change scores before
-    it.
+    """Return weights, or their shapes, without the weights of the softmax: they change scores
+    before it.
     """
     return {name: value for name, value in by_name.items() if name != "sinks"}

@@ -70,14 +70,14 @@ def constant(x: np.ndarray, like: Tensor, dtype: torch.dtype | None = None) -> T
 def _on_gpu(
     x: bytes, array_dtype: np.dtype, dtype: torch.dtype | None, device: torch.device
 ) -> Tensor:
-    """Return the numbers of an array on a GPU, (L,), in another dtype if requested."""
+    """Return the values of an array on a GPU, (L,), in a different dtype if requested."""
     with torch.inference_mode(False):  # autograd rejects inference tensors
         return torch.tensor(np.frombuffer(x, array_dtype), dtype=dtype, device=device)
 
 
 def is_transformed() -> bool:
-    """Return whether a transform such as `vmap`, or a mode such as that of fake tensors, intercepts
-    operations.
+    """Return whether a transform such as `vmap`, or a mode such as the mode of fake tensors,
+    intercepts operations.
     """
     return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
 
@@ -124,7 +124,7 @@ def zero_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Ten
 
 
 def nan_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming
+    """Return x with NaN at `where`; the gradient passes unchanged, NaN only if the incoming
     one is NaN.
     """
     return x + replicate_like(torch.where(where, torch.nan, 0.0).to(x.dtype), x)

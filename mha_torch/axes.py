@@ -1,6 +1,7 @@
 """Batch axes: layers accept any number of them and merge them into one.
 
-Arguments have the batch axes of the query or broadcast to them; results have those of the query.
+Arguments have the batch axes of the query or broadcast to them; results have the batch axes of the
+query.
 """
 
 from collections.abc import Callable

@@ -46,8 +46,7 @@ class Cache:
     def is_written_over(self) -> bool:
         """True if a step has returned a cache with the same storage, and more tokens in it.
 
-        Lengths that were written in place since then are those of a user with one cache for all
-        steps.
+        Lengths that were written in place since then come from a user with one cache for all steps.
         """
         if self._written_over_at is None:
             return False
@@ -133,7 +132,7 @@ class Cache:
 
         Raises:
             TypeError: if the capacity is not an integer.
-            ValueError: if the capacity is below that of this cache.
+            ValueError: if the capacity is below this cache's.
         """
         check_not_written_over(self)
         check_count("capacity", capacity, minimum=self.capacity)
@@ -152,7 +151,8 @@ class Cache:
 
         Raises:
             TypeError: if the lengths are not integers.
-            ValueError: if a length is negative or above that of its sequence, and both are known.
+            ValueError: if a length is negative or above the length of its sequence, and both are
+                known.
         """
         check_not_written_over(self)
         batch_size = self.lengths.shape[0]
@@ -166,7 +166,7 @@ class Cache:
             and requested_lengths is not None
             and any(new > old for new, old in zip(requested_lengths, cached_lengths, strict=True))
         ):
-            rule = "not exceed those of the cache"
+            rule = "not exceed the lengths of the cache"
             raise InputError("lengths", rule, f"lengths={requested_lengths} and {cached_lengths}")
         new_lengths = torch.minimum(
             as_lengths(lengths, self.lengths.device).to(self.lengths.dtype), self.lengths
@@ -407,8 +407,8 @@ def create_cache_mask(
     window_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Bool[Tensor, "B 1 T S"]:
-    """Return a mask of the slots that each new token cannot attend to: after its own, or outside
-    its window or chunk.
+    """Return a mask of the slots that each new token cannot attend to: slots after its own, or
+    outside its window or chunk.
 
     Args:
         lengths: number of cached tokens of each sequence before the new ones, (B,).
@@ -495,7 +495,7 @@ def check_cache(
     value: Tensor,
     names: tuple[str, str] = ("cache.keys", "cache.values"),
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
+    """Reject cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
     appended.
     """
     batch_size, num_kv_heads, _, _ = key.shape
@@ -518,8 +518,8 @@ def check_cache(
 
 
 def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
-    """Refuse new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
-    the cache.
+    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size differs from
+    the cache's.
     """
     if x.shape[0] != cache.lengths.shape[0]:
         raise InputError(
@@ -533,10 +533,10 @@ def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
 def check_appended(
     cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None
 ) -> list[int] | None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity.
+    """Reject new keys and values (B, K, T, H) that do not fit the cache or its capacity.
 
     Returns:
-        Lengths of the cache, if these and those of the new tokens are known.
+        Lengths of the cache, if these and the lengths of the new tokens are known.
     """
     check_is_cache(cache, KVCache)
     check_cache(cache.keys, cache.values, key, value)
@@ -550,10 +550,10 @@ def check_appended(
 def check_room(
     cache: Cache, seq_len: int, new_lengths: Tensor | Sequence[int] | None
 ) -> list[int] | None:
-    """Refuse more new tokens than free slots: they would be written out of bounds.
+    """Reject more new tokens than free slots: they would be written out of bounds.
 
     Returns:
-        Lengths of the cache, if these and those of the new tokens are known.
+        Lengths of the cache, if these and the lengths of the new tokens are known.
     """
     batch_size = cache.lengths.shape[0]
     capacity = cache.capacity

@@ -71,7 +71,7 @@ def multi_head_attention_with_cache(
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
-    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
+    Results, errors and other arguments are as in `MultiHeadAttentionWithCache`.
 
     Args:
         weights: see `multi_head_attention`.
@@ -231,8 +231,8 @@ def _slots_in_reach(
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:
-    """Return the cache dtype of a module with this weight: that of autocast if it is on, else of
-    the weight.
+    """Return the cache dtype of a module with this weight: autocast's if it is on, else the
+    weight's.
     """
     if is_autocast_on(weight.device) and weight.dtype != torch.float64:  # autocast skips float64
         return torch.get_autocast_dtype(weight.device.type)
@@ -243,8 +243,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
     """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see
     `AttentionLayer`.
 
-    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other
-    call the cache that the last one returned.
+    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each later
+    call takes the cache that the previous one returned.
     """
 
     _is_self_attention = True
@@ -257,8 +257,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: floating-point dtype of keys and values; default: that of autocast if on, else of
-                the weights.
+            dtype: floating-point dtype of keys and values; default: autocast's if it is on, else
+                the weights'.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.

@@ -40,18 +40,18 @@ checked = checking({FLOATING: _FLOATING, INTEGERS: _INTEGERS, BOOLEAN: [torch.bo
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
-    """Refuse anything but an integer of at least `minimum`."""
+    """Reject anything but an integer of at least `minimum`."""
     as_count(name, value, minimum)
 
 
 def check_array(name: str, x: object) -> None:
-    """Refuse anything but an array of the framework."""
+    """Reject anything but an array of the framework."""
     if not isinstance(x, Tensor):
         raise InputTypeError(name, "be a torch.Tensor", type(x).__name__)
 
 
 def check_floating(name: str, x: Tensor, rank: int) -> None:
-    """Refuse an array of another rank, or one that is not floating point."""
+    """Reject an array of the wrong rank, or one that is not floating point."""
     if isinstance(x, Tensor) and x.ndim == rank and x.is_floating_point():
         return
     check_array(name, x)
@@ -61,7 +61,7 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
 
 
 def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
-    """Refuse an array on another device."""
+    """Reject an array on the wrong device."""
     if x.device != expected:
         raise InputError(
             name, f"lie on the device of {of}", {f"{name}.device": x.device, "expected": expected}
@@ -69,7 +69,7 @@ def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
 
 
 def check_integers(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
-    """Refuse an array that is not of integers, or has none of these shapes."""
+    """Reject an array that is not of integers, or has none of these shapes."""
     check_array(name, x)
     if x.is_floating_point() or x.dtype == torch.bool:
         raise InputTypeError(name, "be integers", {f"{name}.dtype": x.dtype})
@@ -84,10 +84,10 @@ def check_integers(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], in_w
 def check_lengths(
     name: str, lengths: Tensor | Sequence[int], batch_size: int | None, maximum: int
 ) -> list[int] | None:
-    """Refuse lengths that are not one integer in 0..maximum per sequence.
+    """Reject lengths that are not one integer in 0..maximum per sequence.
 
     Returns:
-        Lengths if known; those of a list are, even in a compiled graph.
+        Lengths if known; the lengths of a list are, even in a compiled graph.
     """
     if isinstance(lengths, (list, tuple)) and all(type(length) is int for length in lengths):
         shape = (len(lengths),)
@@ -118,7 +118,7 @@ def _as_tensor(name: str, lengths: Sequence[int]) -> Tensor:
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
-    """Refuse weights whose names or shapes are not exactly those of the layer."""
+    """Reject weights whose names or shapes do not match the layer exactly."""
     check_spec(spec)
     check_names("weights", weights, spec.stored_shapes)
     first = next(iter(spec.stored_shapes))
@@ -135,9 +135,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
 def check_score_weights(
     weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], query: Tensor
 ) -> None:
-    """Refuse weights that change scores if their names or shapes are not exactly those of the
-    layer.
-    """
+    """Reject weights that change scores if their names or shapes do not match the layer exactly."""
     check_names("learned", weights, shapes)
     for name, shape in shapes.items():
         check_weight(name, weights[name], shape)
@@ -145,7 +143,7 @@ def check_score_weights(
 
 
 def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a weight that is not floating point, or has another shape."""
+    """Reject a weight that is not floating point, or has the wrong shape."""
     check_array(name, weight)
     if is_distributed(weight):
         raise InputTypeError(
@@ -174,7 +172,7 @@ def check_layer_inputs(
     positions: Tensor | None,
     spec: AttentionSpec,
 ) -> None:
-    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
+    """Reject layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
     check_width("query", query, spec.d_in)
     if key is None and value is not None:
         raise InputError("value", "come with a key", "key=None and a value")
@@ -202,7 +200,7 @@ def check_layer_inputs(
 
 
 def check_same_dtype(name: str, x: Tensor, query: Tensor) -> None:
-    """Refuse an input whose dtype is not the query's."""
+    """Reject an input whose dtype is not the query's."""
     if x.dtype != query.dtype:
         raise InputTypeError(
             name,
@@ -212,7 +210,7 @@ def check_same_dtype(name: str, x: Tensor, query: Tensor) -> None:
 
 
 def check_width(name: str, x: Tensor, width: int) -> None:
-    """Refuse an input of a layer with another number of features."""
+    """Reject an input of a layer with the wrong number of features."""
     if x.shape[-1] != width:
         raise InputError(name, f"have {width} features", {f"{name}.shape": tuple(x.shape)})
 
@@ -224,7 +222,7 @@ def check_shared_kv(
     spec: AttentionSpec,
     names: tuple[str, str] = ("key", "value"),
 ) -> None:
-    """Refuse anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these
+    """Reject anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these
     queries.
     """
     if key is None or value is None:
@@ -249,7 +247,7 @@ def check_shared_kv(
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
-    """Refuse an input that does not fit its projection.
+    """Reject an input that does not fit its projection.
 
     For a distributed weight, its engine decides the part, dtype and device when it is used.
     """
@@ -273,8 +271,8 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
 
 
 def check_features(name: str, x: Tensor, width: int) -> None:
-    """Refuse the output of a projection that is distributed or has another width, as if it had only
-    some heads.
+    """Reject the output of a projection that is distributed or has the wrong width, as if it had
+    only some heads.
     """
     # The type first: a tensor of PyTorch itself is on this process.
     if x.shape[-1] == width and (type(x) is Tensor or not is_distributed(x)):
@@ -291,7 +289,7 @@ def check_features(name: str, x: Tensor, width: int) -> None:
 
 
 def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope | None) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B
+    """Reject positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B
     or 1, T).
     """
     check_array("positions", positions)
@@ -304,7 +302,7 @@ def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope
 
 
 def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Refuse parameters that do not fit the norm."""
+    """Reject parameters that do not fit the norm."""
     check_norm(norm)
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -318,14 +316,14 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
 
 
 def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
-    """Refuse anything but latents (B, 1, S, kv_rank + rope_dim)."""
+    """Reject anything but latents (B, 1, S, kv_rank + rope_dim)."""
     if (latents.shape[1], latents.shape[3]) != (1, latent.width):
         shape = tuple(latents.shape)
         raise InputError(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse split heads whose dtypes do not fit each other."""
+    """Reject split heads whose dtypes do not fit each other."""
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype or x.device != query.device:
             check_same_dtype(name, x, query)
@@ -333,7 +331,7 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the
+    """Reject queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the
     layer.
     """
     check_head_groups(query.shape[1], key.shape[1])
@@ -353,7 +351,7 @@ def check_project_qkv(
     spec: AttentionSpec,
     positions: Tensor | None = None,
 ) -> None:
-    """Refuse arguments of `project_qkv` that do not fit each other."""
+    """Reject arguments of `project_qkv` that do not fit each other."""
     check_spec(spec)
     if positions is not None:
         check_positions(positions, query.shape[0], query.shape[1], spec.rope)
@@ -368,7 +366,7 @@ def check_attention_scores(
     learned: Mapping[str, Tensor] | None = None,
     **_: object,
 ) -> None:
-    """Refuse arguments of `attention_scores` that do not fit each other."""
+    """Reject arguments of `attention_scores` that do not fit each other."""
     rules = BareHeads(query.shape[3]) if spec is None else spec
     learned = {} if learned is None else learned
     check_scored(query, key, rules)
@@ -383,7 +381,7 @@ def check_attention_scores(
 def check_masked_softmax(
     scores: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None, **_: object
 ) -> None:
-    """Refuse arguments of `masked_softmax` that do not fit each other."""
+    """Reject arguments of `masked_softmax` that do not fit each other."""
     if mask is not None:
         check_broadcasts("mask", tuple(mask.shape), tuple(scores.shape))
 
@@ -391,14 +389,14 @@ def check_masked_softmax(
 def check_apply_dropout(
     attn_weights: Tensor, rate: float, keep: Tensor | None = None, **_: object
 ) -> None:
-    """Refuse a rate outside [0, 1), and weights to keep that do not fit the others."""
+    """Reject a rate outside [0, 1), and weights to keep that do not fit the others."""
     as_rate("dropout", rate)
     if keep is not None:
         check_broadcasts("keep", tuple(keep.shape), tuple(attn_weights.shape))
 
 
 def check_bias(bias: Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores."""
+    """Reject a bias that does not fit the queries, or does not broadcast to the scores."""
     differs = bias.dtype != query.dtype
     is_cast = differs and bias.is_floating_point() and is_autocast_on(bias.device)
     if not is_cast:
@@ -408,7 +406,7 @@ def check_bias(bias: Tensor, scores_shape: tuple[int, ...], query: Tensor) -> No
 
 
 def check_gate(gate: Tensor, context: Tensor) -> None:
-    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one
+    """Reject a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one
     for each head.
     """
     num_heads = context.shape[1]
@@ -422,7 +420,7 @@ def check_gate(gate: Tensor, context: Tensor) -> None:
 
 
 def check_is_cache(cache: object, kind: type) -> None:
-    """Refuse anything but a cache of that type."""
+    """Reject anything but a cache of that type."""
     if not isinstance(cache, kind):
         raise InputTypeError("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
     check_not_written_over(cache)

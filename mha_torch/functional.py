@@ -40,11 +40,12 @@ def multi_head_attention(
 ) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
-    Results, errors and other arguments are those of `MultiHeadAttention`.
+    Results, errors and other arguments are as in `MultiHeadAttention`.
 
     Args:
         weights: the state dict of `MultiHeadAttention`: `<name>.weight` (out, in) and `<name>.bias`
-            (out,) of each projection, those of norms, and those that change scores, see `Scores`.
+            (out,) of each projection, the weights of norms, and those that change scores, see
+            `Scores`.
         spec: the layer.
         training: apply dropout to attention weights and outputs, at the rates of the spec.
         dropout_keep: True for attention weights to keep, instead of a random draw; uses the plain

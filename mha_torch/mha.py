@@ -120,8 +120,8 @@ class AttentionLayer(nn.Module):
     Raises:
         TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or the
             dtype not floating point.
-        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have
-            another width.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have a
+            different width.
     """
 
     # The specification decides which of these a layer has: `projections` and `norms`. Weights that
@@ -248,7 +248,7 @@ class MultiHeadAttention(AttentionLayer):
     """Multi-head attention of queries over keys and values.
 
     A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention`
-    returns the output alone, for sequences of modules. Sizes are fields of the specification:
+    returns only the output, for sequences of modules. Sizes are fields of the specification:
     `layer.spec.num_heads`. Constructor arguments: see `AttentionLayer`.
     """
 
@@ -331,14 +331,14 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Tensor, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and
+        Errors and other arguments are as in `MultiHeadAttention`, with x as query, key and
         value.
 
         Args:
             x: (B, T, d_in).
 
         Returns:
-            Output (B, T, E). At padded positions it is the attention of the padding over the real
+            Output (B, T, E). At padded positions, it is the attention of the padding over the real
             tokens.
         """
         full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)

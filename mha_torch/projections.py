@@ -154,7 +154,7 @@ def project_output(
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the features of q, k and v from those of their common projection."""
+    """Return the features of q, k and v from the features of their common projection."""
     width = spec.q_width + spec.k_width + spec.v_width
     if packed.shape[-1] != width:
         raise InputError(

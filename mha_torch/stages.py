@@ -37,7 +37,7 @@ def attention_scores(
     """Return scaled dot products of queries and keys, capped and biased, in at least float32.
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative
-    bias adds numbers from a table. Relative products add scaled products of queries and vectors of
+    bias adds values from a table. Relative products add scaled products of queries and vectors of
     distances, and of keys and such vectors.
 
     Args:
@@ -120,7 +120,7 @@ def attention_context(
 ) -> Float[Tensor, "B N T Hv"]:
     """Return the weighted sum of values, accumulated in at least float32.
 
-    It has the dtype of value.
+    The result has the dtype of value.
     """
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
     with without_autocast(value.device.type):
@@ -185,7 +185,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or a kernel is to return attention weights.
+        ValueError: if the shapes do not fit, or attention weights are requested from a kernel.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
@@ -232,7 +232,7 @@ def attend(
 
 
 def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit
+    """Reject split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit
     each other.
     """
     check_heads(query, key, value)

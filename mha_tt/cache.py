@@ -132,7 +132,7 @@ class Cache:
 
         Raises:
             TypeError: if the capacity is not an integer.
-            ValueError: if the capacity is below that of this cache.
+            ValueError: if the capacity is below this cache's.
         """
         check_not_written_over(self)
         check_count("capacity", capacity, minimum=self.capacity)
@@ -152,7 +152,7 @@ class Cache:
 
         Raises:
             TypeError: if the lengths are not integers.
-            ValueError: if a length is negative or above that of its sequence.
+            ValueError: if a length is negative or above the length of its sequence.
         """
         check_not_written_over(self)
         if isinstance(lengths, (int, np.integer)):
@@ -162,7 +162,7 @@ class Cache:
         if (lengths > self.lengths).any():
             raise InputError(
                 "lengths",
-                "not exceed those of the cache",
+                "not exceed the lengths of the cache",
                 f"lengths={lengths.tolist()} and {self.lengths.tolist()}",
             )
         first = next(iter(self.slots.values()))
@@ -328,8 +328,8 @@ def create_cache_mask(
     window_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Bool[np.ndarray, "B 1 T S"]:
-    """Return a mask of the slots that each new token cannot attend to: after its own, or outside
-    its window or chunk.
+    """Return a mask of the slots that each new token cannot attend to: slots after its own, or
+    outside its window or chunk.
 
     Args:
         lengths: number of cached tokens of each sequence before the new ones, (B,).
@@ -457,7 +457,7 @@ def check_cache(
     value: Tensor,
     names: tuple[str, str] = ("cache.keys", "cache.values"),
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
+    """Reject cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
     appended.
     """
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
@@ -476,8 +476,8 @@ def check_cache(
 
 
 def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
-    """Refuse new tokens (B, T, d_in) that do not fit the layer, or whose batch size is not that of
-    the cache.
+    """Reject new tokens (B, T, d_in) that do not fit the layer, or whose batch size differs from
+    the cache's.
     """
     check_tiles("x", x)
     name, slots = next(iter(cache.slots.items()))
@@ -499,7 +499,7 @@ def check_cached_input(x: Tensor, cache: Cache, spec: AttentionSpec) -> None:
 def check_appended(
     cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None
 ) -> None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    """Reject new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
     check_is_cache(cache, KVCache)
     if cache.pages is not None:
         raise InputTypeError(
@@ -516,7 +516,7 @@ def check_appended(
 
 
 def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
-    """Refuse more new tokens than free slots: they would be written out of bounds."""
+    """Reject more new tokens than free slots: they would be written out of bounds."""
     if cache.pages is None:
         batch_size = next(iter(cache.slots.values())).shape[0]
     else:
@@ -534,7 +534,7 @@ def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[in
 
 
 def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
-    """Refuse a cache for other heads or features, or for latents of another width."""
+    """Reject a cache for other heads or features, or for latents of a different width."""
     first = next(iter(cache.slots.values()))
     for (name, x), width in zip(cache.slots.items(), features, strict=True):
         expected = (first.shape[0], num_heads, first.shape[2], width)

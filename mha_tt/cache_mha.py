@@ -70,7 +70,7 @@ def multi_head_attention_with_cache(
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
-    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
+    Results, errors and other arguments are as in `MultiHeadAttentionWithCache`.
 
     Args:
         weights: see `multi_head_attention`.
@@ -178,7 +178,7 @@ def _check_call(
     new_lengths: np.ndarray | Sequence[int] | None,
     positions: np.ndarray | None,
 ) -> CacheT:
-    """Refuse arguments that do not fit the layer or each other, and return the cache without the
+    """Reject arguments that do not fit the layer or each other, and return the cache without the
     new tokens.
     """
     spec = layer.spec
@@ -203,8 +203,8 @@ def _check_call(
 def _empty_padding(
     x: Tensor, positions: np.ndarray, new_lengths: np.ndarray
 ) -> tuple[Tensor, np.ndarray, Tensor]:
-    """Return tokens and positions with those of padding replaced, and 1 for each real token, (B, T,
-    1).
+    """Return tokens and positions with the ones of padding replaced, and 1 for each real token, (B,
+    T, 1).
     """
     is_padding = padding_after(new_lengths, x.shape[1])
     positions = np.where(is_padding, positions[..., :1], positions)  # padding adds no length
@@ -362,8 +362,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
     """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see
     `AttentionLayer`.
 
-    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other
-    call the cache that the last one returned.
+    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each later
+    call takes the cache that the previous one returned.
     """
 
     _is_self_attention = True
@@ -381,8 +381,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: dtype of keys and values; default: that of the module's inputs. bfloat8_b halves
-                the memory of a bfloat16 module.
+            dtype: dtype of keys and values; default: the dtype of the module's inputs. bfloat8_b
+                halves the memory of a bfloat16 module.
             page_size: slots per page, whole tiles; the cache is then a `PagedKVCache`, for bfloat16
                 and bfloat8_b.
 
@@ -452,7 +452,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
 
 def _check_heads_fit(cache: Cache, spec: AttentionSpec) -> None:
-    """Refuse a cache whose heads or widths are not the layer's."""
+    """Reject a cache whose heads or widths are not the layer's."""
     if isinstance(cache, LatentCache):
         # All heads share the latents.
         check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))

@@ -52,18 +52,18 @@ checked = checking(
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
-    """Refuse anything but an integer of at least `minimum`."""
+    """Reject anything but an integer of at least `minimum`."""
     as_count(name, value, minimum)
 
 
 def check_array(name: str, x: object) -> None:
-    """Refuse anything but an array of the framework."""
+    """Reject anything but an array of the framework."""
     if not isinstance(x, Tensor):
         raise InputTypeError(name, "be a ttnn.Tensor", type(x).__name__)
 
 
 def check_on_device(name: str, x: Tensor) -> None:
-    """Refuse a tensor on the host, with which several operations crash."""
+    """Reject a tensor on the host, with which several operations crash."""
     check_array(name, x)
     if x.storage_type() != ttnn.StorageType.DEVICE:
         raise InputTypeError(
@@ -80,7 +80,7 @@ def check_is_device(device: object) -> None:
 
 
 def check_dtype(name: str, dtype: object) -> None:
-    """Refuse an unsupported dtype."""
+    """Reject an unsupported dtype."""
     if dtype not in (ttnn.bfloat16, ttnn.bfloat8_b, ttnn.float32):
         raise InputTypeError(
             name, "be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32", {name: dtype}
@@ -88,7 +88,7 @@ def check_dtype(name: str, dtype: object) -> None:
 
 
 def check_tiles(name: str, x: Tensor) -> None:
-    """Refuse a tensor on the host, in another dtype than those of operations, or in rows."""
+    """Reject a tensor on the host, in a dtype that operations do not support, or in rows."""
     check_on_device(name, x)
     check_dtype(f"{name}.dtype", x.dtype)
     if x.layout != ttnn.TILE_LAYOUT:
@@ -96,7 +96,7 @@ def check_tiles(name: str, x: Tensor) -> None:
 
 
 def check_floating(name: str, x: Tensor, rank: int) -> None:
-    """Refuse an array of another rank, or one that is not floating point."""
+    """Reject an array of the wrong rank, or one that is not floating point."""
     check_array(name, x)
     if len(x.shape) != rank:
         raise InputError(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
@@ -104,7 +104,7 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
 
 
 def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
-    """Refuse an array that is not of integers, or has none of these shapes."""
+    """Reject an array that is not of integers, or has none of these shapes."""
     if not isinstance(x, np.ndarray):
         raise InputTypeError(name, "be a NumPy array", type(x).__name__)
     if x.dtype.kind not in "iu":
@@ -116,7 +116,7 @@ def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_w
 def check_lengths(
     name: str, lengths: np.ndarray | Sequence[int], batch_size: int | None, maximum: int
 ) -> None:
-    """Refuse lengths that are not one integer in 0..maximum per sequence."""
+    """Reject lengths that are not one integer in 0..maximum per sequence."""
     try:
         lengths = np.asarray(lengths)
     except ValueError:  # rows of different lengths
@@ -135,7 +135,7 @@ def check_lengths(
 
 
 def check_head_dim(head_dim: int | None, padded: int) -> None:
-    """Refuse a head_dim that exceeds the features of a head on the device."""
+    """Reject a head_dim that exceeds the features of a head on the device."""
     if head_dim is None:
         return
     check_count("head_dim", head_dim)
@@ -146,7 +146,7 @@ def check_head_dim(head_dim: int | None, padded: int) -> None:
 
 
 def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
-    """Refuse an input whose dtype is not the module's."""
+    """Reject an input whose dtype is not the module's."""
     if x.dtype != dtype:
         hint = "ttnn.typecast converts it, dtype= of a new module makes one for it"
         raise InputTypeError(
@@ -158,7 +158,7 @@ def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
-    """Refuse weights whose names or shapes are not exactly those of the layer."""
+    """Reject weights whose names or shapes do not match the layer exactly."""
     check_spec(spec)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, projection in spec.projections.items():
@@ -191,23 +191,21 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
 def check_score_weights(
     weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], query: Tensor
 ) -> None:
-    """Refuse weights that change scores if their names or shapes are not exactly those of the
-    layer.
-    """
+    """Reject weights that change scores if their names or shapes do not match the layer exactly."""
     check_names("learned", weights, shapes)
     for name, shape in shapes.items():
         check_weight(name, weights[name], score_weight_shape(name, shape, query.shape[3]))
 
 
 def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a weight that is not floating point, or has another shape."""
+    """Reject a weight that is not floating point, or has the wrong shape."""
     check_floating(name, weight, rank=len(shape))
     if tuple(weight.shape) != shape:
         raise InputError(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
 
 
 def check_finite(weights: Mapping[str, np.ndarray]) -> None:
-    """Refuse weights with NaN or infinity, if their values are known."""
+    """Reject weights with NaN or infinity, if their values are known."""
     with np.errstate(over="ignore"):  # values beyond float32 become infinite
         wrong = [
             name
@@ -232,7 +230,7 @@ def check_layer_inputs(
     positions: object,
     spec: AttentionSpec,
 ) -> None:
-    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
+    """Reject layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
     check_tiles("query", query)
     check_width("query", query, spec.d_in)
     if key is None and value is not None:
@@ -261,7 +259,7 @@ def check_layer_inputs(
 
 
 def check_same_dtype(name: str, x: Tensor, query: Tensor) -> None:
-    """Refuse an input whose dtype is not the query's."""
+    """Reject an input whose dtype is not the query's."""
     if x.dtype != query.dtype:
         raise InputTypeError(
             name,
@@ -271,7 +269,7 @@ def check_same_dtype(name: str, x: Tensor, query: Tensor) -> None:
 
 
 def check_width(name: str, x: Tensor, width: int) -> None:
-    """Refuse an input of a layer with another number of features."""
+    """Reject an input of a layer with the wrong number of features."""
     if x.shape[-1] != width:
         raise InputError(name, f"have {width} features", {f"{name}.shape": tuple(x.shape)})
 
@@ -283,7 +281,7 @@ def check_shared_kv(
     spec: AttentionSpec,
     names: tuple[str, str] = ("key", "value"),
 ) -> None:
-    """Refuse anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these
+    """Reject anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these
     queries.
     """
     if key is None or value is None:
@@ -310,7 +308,7 @@ def check_shared_kv(
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
-    """Refuse an input that does not fit its projection."""
+    """Reject an input that does not fit its projection."""
     if x.shape[-1] != weight.shape[0]:
         raise InputError(
             f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape)
@@ -318,13 +316,13 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
 
 
 def check_features(name: str, x: Tensor, width: int) -> None:
-    """Refuse the output of a projection that has another width."""
+    """Reject the output of a projection that has the wrong width."""
     if x.shape[-1] != width:
         raise InputError(name, f"return {width} features", f"{x.shape[-1]} features")
 
 
 def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
-    """Refuse heads whose pairs are not half a head apart."""
+    """Reject heads whose pairs are not half a head apart."""
     if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
         raise InputError(
             "head_dim",
@@ -342,7 +340,7 @@ def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
 
 
 def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope | None) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B
+    """Reject positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B
     or 1, T).
     """
     if (counts := getattr(positions, "counts", None)) is not None:  # a Rotation
@@ -350,7 +348,7 @@ def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope
             raise InputError(
                 "positions",
                 f"be (B or 1, T) = ({batch_size} or 1, {seq_len})",
-                f"those of {counts}",
+                f"a Rotation for {counts}",
             )
         return
     is_flat = getattr(positions, "ndim", 2) == 2
@@ -363,7 +361,7 @@ def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope
 
 
 def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Refuse parameters that do not fit the norm."""
+    """Reject parameters that do not fit the norm."""
     check_tiles("x", x)
     check_norm(norm)
     width = x.shape[-1]
@@ -382,7 +380,7 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
 
 
 def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
-    """Refuse anything but latents (B, 1, S, kv_rank + rope_dim)."""
+    """Reject anything but latents (B, 1, S, kv_rank + rope_dim)."""
     check_tiles(name, latents)
     width = padded_features("kv_a_proj", spec)
     if (latents.shape[1], latents.shape[3]) != (1, width):
@@ -391,7 +389,7 @@ def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
 
 
 def check_latent_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
-    """Refuse anything but heads (B, N, T, features)."""
+    """Reject anything but heads (B, N, T, features)."""
     check_tiles(name, x)
     if (x.shape[1], x.shape[3]) != (spec.num_heads, features):
         shape = tuple(x.shape)
@@ -401,7 +399,7 @@ def check_latent_heads(name: str, x: Tensor, spec: AttentionSpec, features: int)
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse split heads whose dtypes do not fit each other."""
+    """Reject split heads whose dtypes do not fit each other."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tiles(name, x)
         if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower
@@ -413,7 +411,7 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the
+    """Reject queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the
     layer.
     """
     check_head_groups(query.shape[1], key.shape[1])
@@ -421,7 +419,7 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) ->
 
 
 def check_heads_of_spec(query: Tensor, num_heads: int, spec: AttentionSpec | BareHeads) -> None:
-    """Refuse queries that do not have the heads of the layer; their features may be padded."""
+    """Reject queries that do not have the heads of the layer; their features may be padded."""
     if isinstance(spec, BareHeads):
         return
     check_spec(spec)
@@ -442,7 +440,7 @@ def check_project_qkv(
     spec: AttentionSpec,
     positions: object = None,
 ) -> None:
-    """Refuse arguments of `project_qkv` that do not fit each other."""
+    """Reject arguments of `project_qkv` that do not fit each other."""
     check_spec(spec)
     if positions is not None:
         check_positions(positions, query.shape[0], query.shape[1], spec.rope)
@@ -457,7 +455,7 @@ def check_attention_scores(
     learned: Mapping[str, Tensor] | None = None,
     **_: object,
 ) -> None:
-    """Refuse arguments of `attention_scores` that do not fit each other."""
+    """Reject arguments of `attention_scores` that do not fit each other."""
     check_tiles("query", query)
     check_tiles("key", key)
     rules = BareHeads(query.shape[3]) if spec is None else spec
@@ -474,7 +472,7 @@ def check_attention_scores(
 def check_masked_softmax(
     scores: Tensor, mask: Any = None, sinks: Tensor | None = None, **_: object
 ) -> None:
-    """Refuse arguments of `masked_softmax` that do not fit each other."""
+    """Reject arguments of `masked_softmax` that do not fit each other."""
     check_tiles("scores", scores)
     if mask is not None:
         check_broadcasts("mask", tuple(mask.shape), tuple(scores.shape))
@@ -485,14 +483,14 @@ def check_masked_softmax(
 def check_apply_dropout(
     attn_weights: Tensor, rate: float, keep: np.ndarray | None = None, **_: object
 ) -> None:
-    """Refuse a rate outside [0, 1), and weights to keep that do not fit the others."""
+    """Reject a rate outside [0, 1), and weights to keep that do not fit the others."""
     as_rate("dropout", rate)
     if keep is not None:
         check_broadcasts("keep", keep.shape, tuple(attn_weights.shape))
 
 
 def check_bias(bias: np.ndarray | Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores."""
+    """Reject a bias that does not fit the queries, or does not broadcast to the scores."""
     # An array is rounded to the dtype of the device when it is uploaded.
     if isinstance(bias, Tensor):
         check_tiles("bias", bias)
@@ -505,7 +503,7 @@ def check_bias(bias: np.ndarray | Tensor, scores_shape: tuple[int, ...], query: 
 
 
 def check_gate(gate: Tensor, context: Tensor) -> None:
-    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one
+    """Reject a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one
     for each head.
     """
     check_tiles("context", context)
@@ -521,7 +519,7 @@ def check_gate(gate: Tensor, context: Tensor) -> None:
 
 
 def check_is_cache(cache: object, kind: type) -> None:
-    """Refuse anything but a cache of that type."""
+    """Reject anything but a cache of that type."""
     if not isinstance(cache, kind):
         raise InputTypeError("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
     check_not_written_over(cache)

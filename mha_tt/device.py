@@ -80,7 +80,7 @@ def open_device(device_id: int = 0, *, trace_region_size: int = 0) -> Iterator[t
 
 @contextmanager
 def _opening(what: str) -> Iterator[None]:
-    """Refuse to open without a device; if opening fails, report the device searched for."""
+    """Raise an error without a device; if opening fails, report the device searched for."""
     where = describe_target()
     if target() is None:
         raise RuntimeError(
@@ -242,7 +242,7 @@ def upload(
         pad_value: padding of the last tiles. Some kernels read it, for example in masks.
 
     Raises:
-        TypeError: if the array has another dtype, or `dtype` is unsupported.
+        TypeError: if the array has the wrong dtype, or `dtype` is unsupported.
         ValueError: if the array has no axis.
     """
     check_dtype("dtype", dtype)
@@ -352,8 +352,8 @@ def read_back(tensor: ttnn.Tensor) -> np.ndarray:
             raise InputError(
                 "tensor",
                 "be the same on all chips to be read as one",
-                f"another value on chip {chip} and shape={tuple(tensor.shape)}",
-                hint="mha_tt.download_parts gives those of each",
+                f"a different value on chip {chip} and shape={tuple(tensor.shape)}",
+                hint="mha_tt.download_parts returns the tensor of each",
             )
     return first
 

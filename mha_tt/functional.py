@@ -47,7 +47,7 @@ def multi_head_attention(
 ) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
-    Results, errors and other arguments are those of `MultiHeadAttention`.
+    Results, errors and other arguments are as in `MultiHeadAttention`.
 
     Args:
         weights: weights from `upload_weights`.
@@ -79,5 +79,5 @@ def multi_head_attention(
         positions=positions,
     )
     rate = spec.output_dropout if training else 0.0
-    # Another seed: attention weights and outputs are dropped independently.
+    # A different seed: attention weights and outputs are dropped independently.
     return drop("output", output, rate, seed + 1), attn_weights

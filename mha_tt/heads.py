@@ -17,8 +17,8 @@ from mha_tt.layout import TILE, TILE_NBYTES, round_up
 
 MOST_ROW_NBYTES = 2**19
 """Bytes of a row of tiles, all heads of 32 tokens, that ttnn's `concatenate_heads` can hold. It
-reads one row while it writes another: of a core's memory, 1464 KiB or more, 1 MiB. The rest is that
-of programs and of tensors in L1. 64 heads of 128 in float32 are twice as many bytes.
+reads one row while it writes another: of a core's memory, 1464 KiB or more, 1 MiB. The rest is for
+programs and for tensors in L1. 64 heads of 128 in float32 are twice as many bytes.
 """
 
 
@@ -43,7 +43,7 @@ def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "
     batch_size, seq_len, width = x.shape
     if 0 in (batch_size, seq_len):  # most operations reject empty tensors
         return zeros((batch_size, num_heads, seq_len, width // num_heads), x.dtype, x.device())
-    # The operation below would accept this and return heads of another width.
+    # The operation below would accept this and return heads of the wrong width.
     if width // num_heads % TILE:
         return ttnn.transpose(
             ttnn.reshape(x, (batch_size, seq_len, num_heads, width // num_heads)), 1, 2

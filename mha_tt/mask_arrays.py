@@ -16,7 +16,7 @@ def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[np.
 
     Aligned top-left: query i attends to keys 0..i, regardless of the number of keys.
 
-    Arguments are those of `create_attention_mask`.
+    Arguments are as in `create_attention_mask`.
 
     Example: create_causal_mask(2, 3)
         [[False, True,  True],
@@ -33,7 +33,7 @@ def create_padding_mask(
 ) -> Bool[np.ndarray, "B 1 1 S"]:
     """Return a padding mask, which hides keys at or after the length of their sequence.
 
-    Other arguments are those of `create_attention_mask`.
+    Other arguments are as in `create_attention_mask`.
 
     Args:
         lengths: number of real keys of each sequence, 0..S, (B,); padding is on the right.
@@ -59,7 +59,7 @@ def create_causal_mask_with_cache(
     Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len,
     cache_len + 1, …. Query i attends to keys 0..cache_len + i.
 
-    Other arguments are those of `create_attention_mask`.
+    Other arguments are as in `create_attention_mask`.
 
     Args:
         seq_len_k: number of keys, S = cache_len + T.
@@ -95,7 +95,7 @@ def create_sliding_window_mask(
     Aligned top-left: query i attends to keys i - window_size + 1..i. With window_size >= S it is
     the causal mask.
 
-    Other arguments are those of `create_attention_mask`.
+    Other arguments are as in `create_attention_mask`.
 
     Args:
         window_size: maximum number of keys a query attends to, including its own position.

@@ -44,7 +44,7 @@ def create_attention_mask(
         seq_len_k: number of keys, S; default: T.
         is_causal: hide keys after the query's own position, see `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
-        window_size: hide keys this many positions away or more, on either side.
+        window_size: hide keys that are this many positions away or more, on either side.
         chunk_size: hide keys of other chunks; chunks are this many positions long.
         segment_ids: hide keys of other segments, see `Mask`.
 
@@ -236,7 +236,8 @@ class Mask:
         key_padding_lengths: number of real keys of each sequence, (B,), on the host, see
             `create_padding_mask`.
         segment_ids: segment of each token, (B, T), on the host: hide keys whose id is not the
-            query's. A pair if keys have other ids: (B, T) of the queries and (B, S) of the keys.
+            query's. A pair if keys have different ids: (B, T) of the queries and (B, S) of the
+            keys.
         span: attention span of the layer, a window or chunks; None for all keys.
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or
             (B,); default: 0.
@@ -252,7 +253,7 @@ class Mask:
     q_offset: Int[np.ndarray, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks
+        """Reject a mask that does not fit the scores (B, N, T, S). `find_padding` checks
         lengths.
         """
         if self.mask is not None:
@@ -399,7 +400,7 @@ def zero_masked_rows(
 def _check_segments(
     segments: tuple[np.ndarray, np.ndarray], batch_size: int, seq_len_q: int, seq_len_k: int
 ) -> None:
-    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
+    """Reject segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
     keys.
     """
     if len(segments) != 2:

@@ -154,8 +154,8 @@ class AttentionLayer:
     Raises:
         TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, a dtype
             is unsupported, or device or rng is something else.
-        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have
-            another width.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have a
+            different width.
     """
 
     _is_self_attention = False  # True: accepts no separate keys and values
@@ -298,7 +298,7 @@ class AttentionLayer:
         return mask, self._rotation
 
     def check_input(self, name: str, x: Tensor) -> None:
-        """Refuse an input of a wrong rank or dtype, and random dropout that ttnn does not
+        """Reject an input of a wrong rank or dtype, and random dropout that ttnn does not
         support.
         """
         check_tiles(name, x)
@@ -331,7 +331,7 @@ class MultiHeadAttention(AttentionLayer):
     """Multi-head attention of queries over keys and values.
 
     A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention`
-    returns the output alone, for sequences of modules. Sizes are fields of the specification:
+    returns only the output, for sequences of modules. Sizes are fields of the specification:
     `layer.spec.num_heads`. Constructor arguments: see `AttentionLayer`.
     """
 
@@ -373,7 +373,7 @@ class MultiHeadAttention(AttentionLayer):
             dropout (B, N, T, S) or None.
 
         Raises:
-            TypeError: if an input is not on the device or has another dtype, the mask is not
+            TypeError: if an input is not on the device or has the wrong dtype, the mask is not
                 boolean or the lengths are not integers.
             ValueError: if the shapes do not fit, or a length lies outside 0..S.
         """
@@ -418,14 +418,14 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Tensor, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and
+        Errors and other arguments are as in `MultiHeadAttention`, with x as query, key and
         value.
 
         Args:
             x: (B, T, d_in), on the device, in the dtype of the module.
 
         Returns:
-            Output (B, T, E). At padded positions it is the attention of the padding over the real
+            Output (B, T, E). At padded positions, it is the attention of the padding over the real
             tokens.
         """
         self.check_input("x", x)

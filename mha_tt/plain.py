@@ -68,7 +68,7 @@ MASKED = -1e9
 
 def upload(array: np.ndarray, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> Tensor:
     """Copy an array of any shape to a device, in tiles."""
-    # ttnn reads neither float64 nor arrays whose memory has another order.
+    # ttnn reads neither float64 nor arrays whose memory is in a different order.
     array = np.array(array, dtype=np.float32, order="C")
     on_host = ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT)
     return ttnn.to_device(on_host, device)

@@ -30,8 +30,8 @@ class Scores:
     """Changes to the logits of one call, and dropout of its attention weights.
 
     Attributes:
-        spec: layer whose scale, soft cap, biases and products by distance apply; or `BareHeads` of
-            no layer.
+        spec: layer whose scale, soft cap, biases and products by distance apply; or `BareHeads` for
+            heads without a layer.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is
             not read.
         learned: weights of the layer that change scores, by name: `sinks` (1, N, 1, 1), one logit
@@ -52,7 +52,7 @@ class Scores:
     seed: int = 0
 
     def check_arguments(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse arguments of a call that do not fit the scores (B, N, T, S) or their queries."""
+        """Reject arguments of a call that do not fit the scores (B, N, T, S) or their queries."""
         if self.bias is not None:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:
@@ -61,7 +61,7 @@ class Scores:
             check_grid(self.spec.relative_bias, scores_shape)
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse settings that do not fit the scores (B, N, T, S), their queries or the layer."""
+        """Reject settings that do not fit the scores (B, N, T, S), their queries or the layer."""
         check_score_weights(self.learned, self.spec.score_shapes, query)
         self.check_arguments(scores_shape, query)
         as_rate("dropout", self.dropout)

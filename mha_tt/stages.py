@@ -45,7 +45,7 @@ def attention_scores(
     """Return scaled dot products of queries and keys, capped and biased, in at least float32.
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative
-    bias adds numbers from a table. Relative products add scaled products of queries and vectors of
+    bias adds values from a table. Relative products add scaled products of queries and vectors of
     distances, and of keys and such vectors.
 
     Args:
@@ -139,7 +139,7 @@ def attention_context(
 ) -> Float[Tensor, "B N T Hv"]:
     """Return the weighted sum of values, accumulated in at least float32.
 
-    It has the dtype of value, or that of the weights if value is bfloat8_b.
+    The result has the dtype of value, or the dtype of the weights if value is bfloat8_b.
     """
     check_tiles("attn_weights", attn_weights)
     check_tiles("value", value)
@@ -235,8 +235,8 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or need_weights or another arithmetic accompanies a
-            kernel.
+        ValueError: if the shapes do not fit, or need_weights or a different arithmetic accompanies
+            a kernel.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """

@@ -63,9 +63,9 @@ def upload_weights(
         Tensors by name. With P the padded head_dim: `q_proj.weight` (d_in, N * P), `q_proj.bias`
         (1, N * P), …, `out_proj.weight` (N * P, E), `out_proj.bias` (1, E); norms (1, P), (1, N, 1,
         P) or (1, N * P); `sinks` (1, N, 1, 1); `relative_bias` (1, N, 1, num_buckets);
-        `relative_keys` and `relative_queries` (1, 1 or N, num_buckets, P). If values have another
-        width, P is theirs for v_proj and all later weights. With latents `kv_b_proj.weight` has the
-        padded kv_rank as d_in.
+        `relative_keys` and `relative_queries` (1, 1 or N, num_buckets, P). If values have a
+        different width, P is theirs for v_proj and all later weights. With latents
+        `kv_b_proj.weight` has the padded kv_rank as d_in.
 
     Raises:
         ValueError: if names or shapes do not fit the layer, or a value is not finite.

@@ -125,7 +125,7 @@ def _with_residual(plan: Plan, project_with: Any, *weights: Any) -> Any:
 
 
 def _with_spec(**changed: Any) -> Injection:
-    """Queries, keys and values are projected as another specification says."""
+    """Queries, keys and values are projected as a different specification says."""
 
     def project_qkv(
         _: Plan, original: Any, project: Any, q: Any, k: Any, v: Any, spec: Any, *rest: Any
@@ -184,7 +184,7 @@ def _at_positions(change: Callable[[Any], Any]) -> Injection:
 
 
 def _axes_swapped(positions: Any) -> Any:
-    """Exchange the last two axes of positions, of which the first is that of their axes."""
+    """Exchange the last two axes of positions, of which the first stands for their axes."""
     order = [*range(len(positions) - 2), -1, -2]
     return positions[np.array(order)]
 
@@ -194,7 +194,7 @@ def _restarted(positions: Any) -> Any:
 
 
 def _by_rope(change: Callable[[Rope], Rope]) -> Injection:
-    """Rotate as another `Rope` says."""
+    """Rotate as a different `Rope` says."""
 
     def apply_rope(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
         return rotate(x, positions, change(rope))
@@ -418,7 +418,7 @@ def _sum_not_rescaled(plan: Plan, attention_context: Any, weights: Any, value: A
     """Divide by the sum of a kernel with blocks of 4 keys, which is not rescaled.
 
     Weights are exponentials relative to the highest score, over their sum. Relative to the highest
-    score so far, those of a block are larger by the ratio of the highest weights.
+    score so far, the weights of a block are larger by the ratio of the highest weights.
     """
     xp = plan.xp
     highest = xp.amax(weights, -1)[..., None]
@@ -536,7 +536,7 @@ def _context_of_cut(bits: int, plan: Plan, attention_context: Any, *inputs: Any)
 
 
 def _quantized(xp: Any, x: Any) -> tuple[Any, Any]:
-    """Return the numbers of int8, and a scale for each head of each token."""
+    """Return the values in int8, and a scale for each head of each token."""
     scales = xp.amax(xp.abs(x), axis=-1, keepdims=True) / 127
     return xp.round(x / scales), scales
 

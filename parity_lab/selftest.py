@@ -102,7 +102,7 @@ SELFTEST_CASES = [
     Case(
         "cross",
         AttentionSpec(32, 4, d_in=24, d_kv=40),
-        "keys of another width and length",
+        "keys of a different width and length",
         seq_len=4,
         seq_len_k=7,
         is_causal=True,
@@ -111,7 +111,7 @@ SELFTEST_CASES = [
     Case(
         "window",
         AttentionSpec(32, 4, qkv_bias=False, scale=0.5),
-        "a sliding window, another scale",
+        "a sliding window, a different scale",
         seq_len=9,
         window_size=3,
     ),
@@ -330,7 +330,7 @@ SELFTEST_CASES = [
         AttentionSpec(
             32, 4, qkv_bias=False, out_bias=False, relative_bias=GridBias(2, 4, class_token=True)
         ),
-        "a relative bias by places on a grid",
+        "a relative bias by positions on a grid",
         seq_len=9,
     ),
     Case(
@@ -417,7 +417,7 @@ class Outcome:
 
     Attributes:
         bug: name of the bug; empty if none was injected.
-        case, backend, seed: place of the bug.
+        case, backend, seed: where the bug was injected.
         expected: stages at one of which the first difference must be.
         stage: stage of the first difference; empty if there is none.
         named: bugs that the diagnosis names, in its order.
@@ -469,7 +469,7 @@ def selftest(
     bug.
 
     Args:
-        backends: names; default: those of jax and torch that are installed.
+        backends: names; default: jax and torch, if installed.
         cases: cases of `SELFTEST_CASES`; default: all.
         seeds: seeds of the random weights.
         on_bug: called before each run, with the names of the bug, the case and the backend.
@@ -481,7 +481,7 @@ def selftest(
     for backend, case in itertools.product(backends, list(cases)):
         seeds_of_case = seeds
         if case.trained is not None:
-            seeds_of_case = seeds[:1]  # its weights are those of the trained layer
+            seeds_of_case = seeds[:1]  # its weights belong to the trained layer
         for seed in seeds_of_case:
             for bug in ("", *selftest_bugs(case)):
                 if on_bug is not None:

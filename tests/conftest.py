@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import HAS_JAX
 
-# Two workers share two cores. Threads that wait for those of the other worker take three times as
+# Two workers share two cores. Threads that wait for the other worker's take three times as
 # long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -74,7 +74,7 @@ else:
             return {"cannot": f"no such tests: {unknown[:3]}"}
         read, write = os.pipe()
         with warnings.catch_warnings():
-            # JAX warns of any fork; as an error it would be that of the first test.
+            # JAX warns of any fork; as an error it would fail the first test.
             warnings.simplefilter("ignore")
             child = os.fork()
         if not child:
@@ -118,7 +118,7 @@ else:
         return found
 
     def _change(path, before, after):
-        """Replace the code of all functions of a module by that of a changed source."""
+        """Replace the code of all functions of a module by the code of a changed source."""
         old, new = (_functions(compile(source, path, "exec")) for source in (before, after))
         if _outside(before) != _outside(after):
             raise ValueError("the change is outside of functions")

@@ -168,7 +168,7 @@ def tiny_config(model_type, recipe):
 
 
 def _changed(values, changes):
-    """Return the values of a configuration with changes, those of its parts by the names of
+    """Return the values of a configuration with changes, and of its parts, by the names of
     these.
     """
     parts = {
@@ -305,7 +305,7 @@ def _number(name, x, values, recipe):
 
 
 def _short(name, x, recipe):
-    """Return a list of layer numbers or places, made small."""
+    """Return a list of layer numbers or positions, made small."""
     count = recipe.layers
     if count is None or not x or not all(type(each) is int for each in x):
         return list(x)

@@ -134,7 +134,8 @@ def use(board: str) -> None:
 
     Raises:
         ValueError: if there is no such board, or the cache folder's path contains blanks.
-        RuntimeError: if this process already uses another board; ttnn reads its environment once.
+        RuntimeError: if this process already uses a different board; ttnn reads its environment
+            once.
     """
     global _used
     if board not in BOARDS:
@@ -160,7 +161,7 @@ def use(board: str) -> None:
         "ttnn",
         "runtime/hw",
     ):  # without the last, each process links all kernels again
-        with suppress(FileExistsError):  # by an earlier process, or another one right now
+        with suppress(FileExistsError):  # by an earlier process, or by one that runs right now
             (root / name).symlink_to(package / name)
     kernel = "".join(f"\\{byte:03o}" for byte in _kernel_elf())
     _write(binaries / "riscv-tt-elf-g++", _COMPILER.replace("KERNEL", kernel).encode(), mode=0o755)
@@ -201,7 +202,7 @@ def board(name: str = "n150", *, values: bool = True) -> Iterator[ttnn.MeshDevic
 
     Raises:
         ModuleNotFoundError: if values=True and torch is not installed.
-        RuntimeError: if the board does not open, or the process already uses another.
+        RuntimeError: if the board does not open, or the process already uses a different one.
     """
     use(name)
     with ExitStack() as stack:

@@ -180,7 +180,7 @@ def _nlp_create_qkv_heads(
     """(B, 1, S, (N + 2 K) H) -> (B, N, S, H) and twice (B, K, S, H)."""
     batch_size, seq_len = packed.shape[0], packed.shape[2]
     head_dim = packed.shape[3] // (num_heads + 2 * num_kv_heads)
-    if head_dim % TILE:  # accepted by the operation, which then returns heads of another width
+    if head_dim % TILE:  # accepted by the operation, which then returns heads of the wrong width
         raise AssertionError(
             f"head_dim must be a multiple of {TILE} for nlp_create_qkv_heads, got {head_dim}"
         )

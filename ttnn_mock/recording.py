@@ -40,7 +40,7 @@ class Recording:
 
     Attributes:
         lines: each upload, operation and read-back, in order, as text, with numbered tensors.
-        sums: weighted sum of each upload's numbers and of their magnitudes, (uploads, 2).
+        sums: weighted sum of each upload's elements and of their magnitudes, (uploads, 2).
         arrays: arrays that were read back, in order, in float32.
         made_on: description of the device.
     """
@@ -80,7 +80,7 @@ def read_back(tensor: ttnn.Tensor) -> np.ndarray:
     for chip, part in enumerate(parts):
         if not np.array_equal(part, parts[0], equal_nan=True):
             raise ValueError(
-                f"tensor must be the same on all chips to be read as one, got another value on "
+                f"tensor must be the same on all chips to be read as one, got a different value on "
                 f"chip {chip} and "
                 f"shape={tuple(tensor.shape)}; {PARTS_HINT}"
             )
@@ -256,7 +256,7 @@ class Replay(_Program):
             return
         was, its_size = self._recording.sums[index]
         if not abs(total - was) <= SAME_SUM * max(size, its_size):
-            self.differs = f"step {self._num_lines + 1} uploads other numbers"
+            self.differs = f"step {self._num_lines + 1} uploads other values"
 
     def download(self, tensor: ttnn.Tensor) -> np.ndarray:
         """Return the recorded array, or the value of golden functions."""

@@ -62,8 +62,8 @@ class Shadow:
                 and not ((other == first) | (other.isnan() & first.isnan())).all()
             ):
                 raise ValueError(
-                    f"tensor must be the same on all chips to be read as one, got another value "
-                    f"on chip {chip} and "
+                    f"tensor must be the same on all chips to be read as one, got a different "
+                    f"value on chip {chip} and "
                     f"shape={tuple(tensor.shape)}; {PARTS_HINT}"
                 )
         return first

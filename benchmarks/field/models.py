@@ -3,7 +3,7 @@ with random weights.
 
     python benchmarks/field/models.py FOLDER
 
-The width of heads, RoPE and its scaling are those of the released configurations; everything else
+The width of heads, RoPE and its scaling are as in the released configurations; everything else
 is small, including OLMo's window, which 128 tokens exceed. Weights are larger than at the start of
 training (0.1 instead of 0.02), so that attention is not uniform.
 """
@@ -36,7 +36,7 @@ YARN = {
 
 
 def main() -> None:
-    """Write the models, and the same Llama with old configuration keys, or another RoPE."""
+    """Write the models, and the same Llama with old configuration keys, or a different RoPE."""
     folder = Path(sys.argv[1])
     llama = {
         **SMALL,

@@ -3,8 +3,8 @@ layers.
 
     python benchmarks/field/record.py LIBRARY FOLDER TAP.safetensors
 
-LIBRARY is transformers, tunix, keras-hub or maxtext, which must be installed. The recording is that
-of `parity.tap`, with the queries and keys that the library's own rotary function returns.
+LIBRARY is transformers, tunix, keras-hub or maxtext, which must be installed. The recording comes
+from `parity.tap`, with the queries and keys that the library's own rotary function returns.
 `mha-parity diagnose TAP.safetensors --model FOLDER` checks it, in any environment. Options of
 MaxText, such as rope_type=default, follow TAP.safetensors.
 """

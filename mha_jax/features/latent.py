@@ -124,8 +124,8 @@ def expand_latents(
 def absorb_keys(
     q: Float[Array, "B N T H"], kv_b: Float[Array, "kv_rank N*(H+Hv)"], spec: AttentionSpec
 ) -> Float[Array, "B N T W"]:
-    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the
-    expanded keys.
+    """Absorb kv_b_proj into queries: their dot products with latents equal the products of q with
+    the expanded keys.
 
     Args:
         q: queries (B, N, T, H).
@@ -243,5 +243,5 @@ def append_to_latent_cache(
 
 
 def check_latent_cache(cache: LatentCache, latents: Array) -> None:
-    """Refuse cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
+    """Reject cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
     check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))

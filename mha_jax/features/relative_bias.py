@@ -53,7 +53,7 @@ def relative_position_bias(
     buckets = jnp.asarray(relative_bias.buckets(), jnp.int32)
     buckets = buckets[jnp.clip(distances, -farthest, farthest) + farthest]
     by_distance = table.astype(scores_dtype)[buckets].swapaxes(1, 2)  # (B or 1, N, T + S)
-    # Each row is the previous one shifted by one key, so only T + S numbers per head are looked up.
+    # Each row is the previous one shifted by one key, so only T + S values per head are looked up.
     # Row i begins at the distance -i, which has the index T - i.
     firsts = seq_len_q - jnp.arange(seq_len_q, dtype=jnp.int32)
     return jax.vmap(

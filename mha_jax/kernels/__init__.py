@@ -16,7 +16,7 @@ Query head n uses key/value head n // (N // K). The context of a fully masked ro
 calls its `kernel` unless attention weights are requested; set it to replace the kernel. It must be
 hashable if the layer is passed to `nnx.jit`. A method `step` with the same parameters, if any, is
 called for one new token of each sequence over a cache. A method `find_padding` replaces
-`padding.find_padding`: that of a kernel for divided tokens.
+`padding.find_padding` in a kernel for divided tokens.
 """
 
 

@@ -3,9 +3,9 @@
 On a CPU it works block by block, like FlashAttention, and skips fully masked blocks; few scores are
 one kernel. On a TPU it is JAX's splash attention, and on a GPU cuDNN's by JAX's
 dot_product_attention, with this package's semantics of masks and fully masked rows. Calls that
-these do not support store their scores, or work block by block if there are many. A NaN that is not
-padding does what it does in the products of JAX: see `contained` for kernels in which it reaches
-only the rows that attend to it.
+these do not support store their scores, or work block by block if there are many. A NaN outside of
+padding spreads as in JAX's products; see `contained` for kernels in which it reaches only the rows
+that attend to it.
 """
 
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ class FusedAttention(BlockSizes):
         """
         batch_size, num_heads, seq_len_q, _ = query.shape
         _, num_kv_heads, seq_len_k, _ = key.shape
-        if platform != "cpu":  # the scores of one query are fewer than the numbers of its keys
+        if platform != "cpu":  # the scores of one query are fewer than the elements of its keys
             return (
                 seq_len_q == 1 or batch_size * num_heads * seq_len_q * seq_len_k <= self.most_scores
             )

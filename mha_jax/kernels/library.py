@@ -91,7 +91,7 @@ def attend(
 
 @jax.custom_jvp
 def _without_gradient(x: Array, where: Array) -> Array:
-    """Return x, with a gradient of 0 at `where`: that of cuDNN may be anything in padding."""
+    """Return x, with a gradient of 0 at `where`, because cuDNN's may be anything in padding."""
     return x
 
 

@@ -246,8 +246,8 @@ def _in_any_block(is_any_of: Callable[[Array | int, int], Array], seq_len_k: int
 def _may_overflow(
     of_query: Float[Array, "B N T 1"], of_key: Float[Array, "B K S 1"], factor: float
 ) -> Bool[Array, "B N T 1"]:
-    """Return whether the largest feature of a row times that of any key times a factor exceeds
-    float32.
+    """Return whether the largest feature of a row times the largest feature of any key times a
+    factor exceeds float32.
     """
     # Each is scaled by 2**-64, because the product itself may overflow; float32 ends at 2**128, and
     # 0.99 instead of 1 allows for the rounding of these products.

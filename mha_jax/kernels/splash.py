@@ -64,7 +64,7 @@ def attend(
             jnp.pad(x.astype(jnp.int32), [(0, 0), (0, length - x.shape[1])])
             for x, length in zip(ids, (padded_q, padded_k), strict=True)
         )
-        if lengths is not None:  # padding has another segment than all queries
+        if lengths is not None:  # the segment of padding differs from the segments of all queries
             is_padding = jnp.arange(padded_k, dtype=jnp.int32)[None] >= lengths[:, None]
             of_keys = jnp.where(is_padding, of_queries.min() - 1, of_keys)
         segments, axes = splash.SegmentIds(of_queries, of_keys), splash.SegmentIds(0, 0)  # pyright: ignore[reportArgumentType]

@@ -52,8 +52,8 @@ def shard(
         layer: any attention module of this package; changed in place.
         mesh: device mesh.
         heads: name of the mesh dimension that heads are divided over.
-        features: name of the mesh dimension for the other axis of each kernel; usually that of the
-            data.
+        features: name of the mesh dimension for the other axis of each kernel; usually the
+            dimension of the data.
         tokens: name of the mesh dimension that tokens are divided over. An explicit dimension
             follows from the types of arrays and can be omitted; for an automatic one a
             `ContextParallel` wraps `layer.kernel`.
@@ -221,7 +221,7 @@ def _placed(x: Any, placement: NamedSharding) -> Any:
 
 
 def check_axis(name: str, axis: object, mesh: Mesh) -> None:
-    """Refuse anything but the name of a mesh dimension."""
+    """Reject anything but the name of a mesh dimension."""
     if axis not in mesh.axis_names:
         raise InputError(
             name, "name a dimension of the mesh", {name: axis, "mesh.axis_names": mesh.axis_names}
@@ -231,7 +231,7 @@ def check_axis(name: str, axis: object, mesh: Mesh) -> None:
 def check_sharded_features(
     name: str, shape: tuple[int, ...], partition: PartitionSpec, mesh: Mesh, features: str | None
 ) -> None:
-    """Refuse a kernel shape, (in, out), whose axis of features does not divide evenly over a mesh
+    """Reject a kernel shape, (in, out), whose axis of features does not divide evenly over a mesh
     dimension.
     """
     for axis, count in zip(partition, shape, strict=False):
@@ -244,7 +244,7 @@ def check_sharded_features(
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
-    """Refuse a layer whose heads cannot be divided over `size` devices."""
+    """Reject a layer whose heads cannot be divided over `size` devices."""
     if spec.num_heads % size:
         raise InputError(
             "num_heads", "be a multiple of the devices", num_heads=spec.num_heads, size=size
@@ -252,13 +252,13 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
     if spec.shared_kv and size > 1:
         raise InputError(
             "shared_kv",
-            "be False to be divided, since the keys are those of another layer",
+            "be False to be divided, since the keys come from another layer",
             shared_kv=True,
         )
     if spec.fused_qkv and size > 1:
         raise InputError(
             "fused_qkv",
-            "be False to be divided, since columns of qkv_proj are those of all q, then k, then v",
+            "be False to be divided, since the columns of qkv_proj hold all of q, then k, then v",
             fused_qkv=True,
             hint="a layer with three projections takes the same weights (parity.load_into)",
         )

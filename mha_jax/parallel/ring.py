@@ -532,7 +532,7 @@ def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tupl
     (grad_q, grad_bias), gathered = _walk(plan, visit, grads, (key, value), none)
     grad_k, grad_v = jax.tree.map(jnp.add, local_grads, gathered)
     grad_sinks = gradient_of_sinks(terms.sinks, lse, context, cotangent)
-    if grad_sinks is not None and plan.is_cached:  # that of all keys, only once
+    if grad_sinks is not None and plan.is_cached:  # the gradient of all keys, only once
         grad_sinks = jnp.where(me == 0, grad_sinks, 0.0).astype(grad_sinks.dtype)
     if grad_bias is not None:
         grad_bias = grad_bias.astype(bias.dtype)
@@ -578,7 +578,7 @@ def _gradients_of(
 
 
 def _add_columns(grad: Array, part: Array, pair: _Pair) -> Array:
-    """Add the gradient of the columns of a pair to that of a bias."""
+    """Add the gradient of the columns of a pair to the gradient of a bias."""
     if part.shape == grad.shape:
         return grad + part
     begin = pair.keys.begin[0]

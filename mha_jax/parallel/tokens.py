@@ -84,7 +84,7 @@ class ContextParallel:
     ) -> tuple[Mask, Bool[Array, "B S"] | None]:
         """Return the mask, and which tokens are padding, as `padding.find_padding` does.
 
-        Lengths are those of whole sequences. In a `shard_map` of the user, tokens are local.
+        Lengths are of whole sequences. In a `shard_map` of the user, tokens are local.
         """
         mesh = jax.sharding.get_abstract_mesh()
         is_local = self.axis in mesh.axis_names and is_manual(mesh, self.axis)

@@ -93,7 +93,7 @@ class Rope(Record):
                 raise InputError(
                     "rotary_dim",
                     "be left out with ProportionalScaling, "
-                    "whose frequencies are those of the whole head",
+                    "whose frequencies are computed for the whole head",
                     rotary_dim=self.rotary_dim,
                 )
         if self.sections is not None:
@@ -179,7 +179,7 @@ class Rope(Record):
         return features.reshape(2, -1)
 
     def pair_order(self, head_dim: int) -> np.ndarray:
-        """Return the features of a head with those of each pair next to each other: int, (H,).
+        """Return the features of a head with the two of each pair next to each other: int, (H,).
 
         Other features stay in place. Interleaved pairs are in this order already.
 
@@ -246,7 +246,7 @@ class Rope(Record):
 
 def _axes(pairs: int, sections: tuple[int, ...], order: str) -> list[int]:
     """Return the axis of each pair, in plain Python: torch.compile does not know the values of
-    NumPy's numbers.
+    NumPy's scalars.
     """
     if order == "contiguous":
         return [axis for axis, section in enumerate(sections) for _ in range(section)]

@@ -1,4 +1,4 @@
-"""Scalings of RoPE's frequencies for contexts longer than those of pre-training.
+"""Scalings of RoPE's frequencies for contexts longer than in pre-training.
 
 They compute in float32, in the order of operations of Hugging Face's transformers, to reproduce
 released models. Results in float64 would differ by up to 35 units in the last place if terms
@@ -53,7 +53,7 @@ class Scaling(Record):
         return 1.0
 
     def divisors(self) -> tuple[float, ...]:
-        """Return the numbers by which frequencies are divided."""
+        """Return the divisor of each frequency."""
         return ()
 
     def check(self, theta: float, features: int) -> None:
@@ -471,4 +471,4 @@ SCALINGS: dict[str, type[Scaling]] = {
     "longrope": LongRopeScaling,
     "proportional": ProportionalScaling,
 }
-"""Scalings by their names in JSON, which are those of Hugging Face's configurations."""
+"""Scalings by their names in JSON, as in Hugging Face's configurations."""

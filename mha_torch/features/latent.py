@@ -129,8 +129,8 @@ def expand_latents(
 def absorb_keys(
     q: Float[Tensor, "B N T H"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
 ) -> Float[Tensor, "B N T W"]:
-    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the
-    expanded keys.
+    """Absorb kv_b_proj into queries: their dot products with latents equal the products of q with
+    the expanded keys.
 
     Args:
         q: queries (B, N, T, H).
@@ -256,5 +256,5 @@ def append_to_latent_cache(
 
 
 def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
-    """Refuse cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
+    """Reject cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
     check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))

@@ -38,7 +38,7 @@ def multi_head_latent_attention(
 ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of latents.
 
-    Results, errors and other arguments are those of `multi_head_attention_with_cache`.
+    Results, errors and other arguments are as in `multi_head_attention_with_cache`.
 
     Args:
         absorb: attend over the latents, with kv_b_proj absorbed into queries and context; if False,
@@ -95,8 +95,8 @@ class MultiHeadLatentAttention(AttentionLayer):
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: floating-point dtype of the latents; default: that of autocast if on, else of the
-                weights.
+            dtype: floating-point dtype of the latents; default: autocast's if it is on, else the
+                weights'.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
@@ -122,7 +122,7 @@ class MultiHeadLatentAttention(AttentionLayer):
     ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
         """Append the latents of new tokens to the cache; each attends to all tokens up to itself.
 
-        Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
+        Results, errors and other arguments are as in `MultiHeadAttentionWithCache`.
         """
         check_is_cache(cache, LatentCache)
         if self.full_spec.absorbs(x.shape[1]):

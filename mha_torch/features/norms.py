@@ -25,14 +25,15 @@ def apply_norm(
         x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis
             in at least float32.
         norm: kind and options; the factor may be 1 + weight.
-        weight, bias: iff the norm has them: (H,), (heads, H) if each head has its own, or (width,).
+        weight, bias: only if the norm has them: (H,), (heads, H) if each head has its own, or
+            (width,).
 
     Returns:
         Normalized features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point, or norm is not a `Norm`.
-        ValueError: if a weight or bias is missing, unexpected or has another shape.
+        ValueError: if a weight or bias is missing, unexpected or has the wrong shape.
 
     Source: RMSNorm, arXiv:1910.07467, equation 4; LayerNorm, arXiv:1607.06450, equation 4.
     """

@@ -54,6 +54,6 @@ def relative_position_bias(
     if torch.compiler.is_compiling():
         rows, keys = (torch.arange(size, device=table.device) for size in (seq_len_q, seq_len_k))
         return by_distance[:, :, seq_len_q - rows[:, None] + keys]
-    # Each row is the previous one shifted by one key, so only T + S numbers per head are looked up.
+    # Each row is the previous one shifted by one key, so only T + S values per head are looked up.
     # The windows begin at the distances -T, …, 0, and row i at -i: without the first, in reverse.
     return by_distance.unfold(2, seq_len_k, 1)[:, :, 1:].flip(2)

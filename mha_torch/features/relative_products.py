@@ -28,8 +28,8 @@ def relative_position_products(
         query, key: (B, N, T, H) and (B, K, S, H).
         relative_products: distances that share vectors.
         learned: weights of the layer: `relative_keys`, vectors for queries, and `relative_queries`,
-            vectors for keys, (num_buckets, H), or (num_buckets, N, H) for each head; or those of
-            `SinusoidProducts`.
+            vectors for keys, (num_buckets, H), or (num_buckets, N, H) for each head; or the weights
+            of `SinusoidProducts`.
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or
             (B,); default: 0.
 

@@ -239,6 +239,6 @@ def _id_ranges(ids: Int[Tensor, "B L"]) -> tuple[Int[Tensor, "B blocks"], Int[Te
 def _listed(
     blocks: Bool[Tensor, "B 1 Tb Sb"],
 ) -> tuple[Int[Tensor, "B 1 Tb"], Int[Tensor, "B 1 Tb Sb"]]:
-    """Return the number of set flags, and the indices with those of set flags first."""
+    """Return the number of set flags, and the indices with the set ones first."""
     order = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)

@@ -1,9 +1,9 @@
 """Fast path: attention without attention weights.
 
 Wraps PyTorch's scaled_dot_product_attention with this package's semantics of masks and fully masked
-rows. A NaN that is not padding does what PyTorch does with it: see `contained` for kernels in which
-it reaches only the rows that attend to it. On CUDA, FlexAttention serves calls that PyTorch's
-function does not support.
+rows. A NaN outside of padding spreads as in PyTorch; see `contained` for kernels in which it
+reaches only the rows that attend to it. On CUDA, FlexAttention serves calls that PyTorch's function
+does not support.
 """
 
 import torch

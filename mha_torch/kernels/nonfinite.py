@@ -41,7 +41,7 @@ def contained(kernel: Kernel) -> Kernel:
     - All other rows have the values that they would have without the NaN, bit for bit.
     - Tokens that no row attends to affect no gradient, and have a gradient of 0.
 
-    The kernel itself is called as it is if the values show that all are finite. On a GPU, reading
+    The kernel itself is called unchanged if all values are known to be finite. On a GPU, reading
     them waits for the device, once for each call. Compiled and captured graphs have no values to
     read, and always follow the rules.
 
@@ -191,8 +191,8 @@ def sees_any_between(
 def _may_overflow(
     of_query: Float[Tensor, "B N T 1"], of_key: Float[Tensor, "B K S 1"], factor: float
 ) -> Bool[Tensor, "B N T 1"]:
-    """Return whether the largest feature of a row times that of any key times a factor exceeds
-    float32.
+    """Return whether the largest feature of a row times the largest feature of any key times a
+    factor exceeds float32.
     """
     # Each is scaled by 2**-64, because the product itself may overflow; float32 ends at 2**128, and
     # 0.99 instead of 1 allows for the rounding of these products.

@@ -81,7 +81,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
         segments = known_segments(query, mask)
         if segments is not None:
             return _attend_by_segment(query, key, value, segments, scores, is_causal=mask.is_causal)
-    # Blocks of queries share a bias that depends on distances only, as that of a grid does not.
+    # Blocks of queries share a bias that depends on distances only, unlike the bias of a grid.
     # Without causality it is faster to compute a relative bias at once.
     in_blocks = spec.alibi_slopes is not None or (
         isinstance(spec.relative_bias, RelativeBias) and mask.is_causal
@@ -127,7 +127,9 @@ def sdpa(
     dropout: float,
     scale: float,
 ) -> Tensor:
-    """Call PyTorch's function; also with sinks, and with values of another width than keys."""
+    """Call PyTorch's function; also with sinks, and with values whose width differs from the
+    keys'.
+    """
     dtype = query.dtype
     if sinks is not None:
         value_width = value.shape[-1]
@@ -281,7 +283,7 @@ def _attend_in_query_blocks(
     shared = None
     last_begin = (seq_len_q - 1) // size * size
     # A bias depends on distances only: the last block of queries has the most keys before it, and
-    # its bias, shifted, contains that of each other block.
+    # its bias, shifted, contains the bias of each other block.
     if mask.has_only("is_causal") and scores.bias is None:
         if mask.is_causal:
             stop = last_begin + size
@@ -415,7 +417,7 @@ def concat(contexts: Sequence[Tensor], *, along_tokens: bool = False) -> Tensor:
 def check_context_parallel(
     mask: Mask, scores: Scores, positions: Tensor | None, *, need_weights: bool
 ) -> None:
-    """Refuse arguments that torch's `context_parallel`, if on, would read as those of local
+    """Reject arguments that torch's `context_parallel`, if on, would read as arguments of local
     tokens.
     """
     kernel = F.scaled_dot_product_attention  # which `context_parallel` replaces

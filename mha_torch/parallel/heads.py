@@ -2,8 +2,8 @@
 
 Each rank computes some of the query heads, and an all-reduce sums the outputs. A norm over the
 width of all heads needs an all-reduce of one number per token before. Gradients of replicated
-tensors are partial: that of the input is all-reduced, and that of a weight stays a `Partial`
-DTensor.
+tensors are partial: the gradient of the input is all-reduced, and the gradient of a weight stays a
+`Partial` DTensor.
 """
 
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -44,13 +44,13 @@ def shard(
 
     `heads` is tensor parallelism: each rank calls the layer with the whole input and gets the whole
     output. Attention weights, masks and biases with an axis of heads, and the cache of `init_cache`
-    are local: those of the rank's heads.
+    are local: for the rank's heads.
 
     `tokens` is context parallelism by `ring_attention`: each rank calls the layer with its own
     tokens, (B, T / n, d_in), parts of equal length and in order, and gets their output. Default
-    positions are those in the whole sequence, and `key_padding_lengths` are those of whole
-    sequences. The gradient of the input is that of the rank's tokens and includes the outputs of
-    all ranks. Gradients of weights must be summed over ranks.
+    positions are those in the whole sequence, and `key_padding_lengths` are of whole sequences. The
+    gradient of the input covers the rank's tokens and includes the outputs of all ranks. Gradients
+    of weights must be summed over ranks.
 
     Args:
         layer: any attention module of this package, without a cache if `tokens` is set; changed in
@@ -91,7 +91,7 @@ def shard(
 
 
 def _divide_tokens(layer: AttentionLayer, kernel: RingAttention) -> None:
-    """Set ring attention as the kernel of a layer, and default positions to those of local
+    """Set ring attention as the kernel of a layer, and default positions to the positions of local
     tokens.
     """
 
@@ -132,7 +132,7 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
         layer: any attention module of this package; apply the plan to this module.
 
     Returns:
-        Style of each module by name. The others require that of the layer itself, "".
+        Style of each module by name. The others require the layer's own style, "".
 
     Raises:
         TypeError: if the layer is not one of this package.
@@ -239,7 +239,9 @@ def _as_sharded_norm(module: nn.Module) -> ShardedNorm:
         NormLayer.forward,
         ShardedNorm.forward,
     ):
-        raise InputTypeError("a norm", "be that of its layer to be divided", type(module).__name__)
+        raise InputTypeError(
+            "a norm", "equal the style of its layer to be divided", type(module).__name__
+        )
     module.__class__ = ShardedNorm
     return cast(ShardedNorm, module)
 
@@ -441,7 +443,7 @@ def _given(name: str, x: Any, mesh: DeviceMesh, spec: AttentionSpec) -> Any:
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
-    """Refuse a layer whose heads cannot be divided over `size` ranks."""
+    """Reject a layer whose heads cannot be divided over `size` ranks."""
     if size == 1:
         return
     if spec.num_heads % size:
@@ -454,13 +456,13 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
     if spec.shared_kv:
         raise InputError(
             "shared_kv",
-            "be False to be divided, since the keys are those of another layer",
+            "be False to be divided, since the keys come from another layer",
             shared_kv=True,
         )
     if spec.fused_qkv:
         raise InputError(
             "fused_qkv",
-            "be False to be divided, since rows of qkv_proj are those of all q, then k, then v",
+            "be False to be divided, since the rows of qkv_proj hold all of q, then k, then v",
             fused_qkv=True,
             hint="a layer with three projections takes the same weights (parity.load_into)",
         )
@@ -481,7 +483,7 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
 
 
 def check_divides_tokens(layer: AttentionLayer) -> None:
-    """Refuse a layer whose tokens cannot be divided."""
+    """Reject a layer whose tokens cannot be divided."""
     if hasattr(layer, "init_cache"):
         raise InputError(
             "layer", "be one without a cache for its tokens to be divided", type(layer).__name__
@@ -489,7 +491,7 @@ def check_divides_tokens(layer: AttentionLayer) -> None:
     if layer.spec.shared_kv:
         raise InputError(
             "shared_kv",
-            "be False to be divided, since the keys are those of another layer",
+            "be False to be divided, since the keys come from another layer",
             shared_kv=True,
         )
     if layer.spec.rope is not None and layer.spec.rope.depends_on_length:

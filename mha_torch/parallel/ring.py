@@ -63,9 +63,7 @@ class RingAttention:
     def find_padding(
         self, mask: Mask, batch_size: int, seq_len: int, device: torch.device
     ) -> tuple[Mask, Bool[Tensor, "B S"] | None]:
-        """Return the mask, and which local tokens are padding; lengths are those of whole
-        sequences.
-        """
+        """Return the mask, and which local tokens are padding; lengths are of whole sequences."""
         lengths = mask.key_padding_lengths
         if lengths is None:
             return mask, None
@@ -76,7 +74,7 @@ class RingAttention:
         return mask, padding_after(local_lengths, seq_len, device)
 
     def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
-        """Refuse arguments that do not fit; lengths are those of whole sequences."""
+        """Reject arguments that do not fit; lengths are of whole sequences."""
         check_ring_supports(mask, scores)
         check_attention(query, key, value, mask, scores)
         check_parts(query, key, self)
@@ -127,7 +125,7 @@ def ring_attention(
 
     Returns:
         Context of local tokens, (B, N, T, Hv), in the dtype of query. The gradients of `learned`
-        are also of local tokens: their sum over ranks is that of the whole sequence.
+        are also of local tokens: their sum over ranks is the gradient of the whole sequence.
 
     Raises:
         TypeError: if an input is not floating point, or the dtypes differ.
@@ -320,8 +318,8 @@ def _to_zigzag(ring: _Ring, tensors: Sequence[Tensor], *, back: bool = False) ->
 
 
 class _Attention(torch.autograd.Function):
-    """Forward returns the context and log-sum-exp of each row; backward uses those of the whole
-    row.
+    """Forward returns the context and log-sum-exp of each row; backward uses the log-sum-exp of the
+    whole row.
     """
 
     @staticmethod
@@ -547,7 +545,7 @@ def _joined(context: Tensor, lse: Tensor, own: Tensor, own_lse: Tensor) -> tuple
 
 
 def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
-    """Refuse parts of unequal length; only on CPUs, where querying the other ranks is cheap."""
+    """Reject parts of unequal length; only on CPUs, where querying the other ranks is cheap."""
     if query.device.type != "cpu":
         return
     own = torch.tensor([query.shape[0], query.shape[2], key.shape[2]])
@@ -567,7 +565,7 @@ def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
 
 
 def check_ring_supports(mask: Mask, scores: Scores) -> None:
-    """Refuse dropout, and masks and biases, whose columns would have to circulate with the keys."""
+    """Reject dropout, and masks and biases, whose columns would have to circulate with the keys."""
     unknown = mask.fields_beyond("is_causal", "key_padding_lengths", "span")
     named = {name: getattr(mask, name) for name in unknown} | {"bias": scores.bias}
     for name, value in named.items():

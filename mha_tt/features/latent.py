@@ -190,7 +190,7 @@ def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpe
     """Split the weight of kv_b_proj for `absorb_keys` and `absorb_values`.
 
     Raises:
-        ValueError: if the layer has no latents, or the weight has another shape.
+        ValueError: if the layer has no latents, or the weight has the wrong shape.
     """
     unshared_features = _unshared_features(spec)
     check_tiles("kv_b", kv_b)
@@ -208,8 +208,8 @@ def absorb_keys(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T W"]:
-    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the
-    expanded keys.
+    """Absorb kv_b_proj into queries: their dot products with latents equal the products of q with
+    the expanded keys.
 
     Args:
         q: queries (B, N, T, H).
@@ -403,6 +403,6 @@ def append_to_latent_cache(
 
 
 def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
-    """Refuse cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
+    """Reject cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
     check_tiles("latents", latents)
     check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))

@@ -42,7 +42,7 @@ def multi_head_latent_attention(
 ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of latents.
 
-    Results, errors and other arguments are those of `multi_head_attention_with_cache`.
+    Results, errors and other arguments are as in `multi_head_attention_with_cache`.
 
     Args:
         absorb: attend over the latents, with kv_b_proj absorbed into queries and context; if False,
@@ -110,8 +110,8 @@ class MultiHeadLatentAttention(AttentionLayer):
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: dtype of the latents; default: that of the module's inputs. bfloat8_b halves the
-                memory of a bfloat16 module.
+            dtype: dtype of the latents; default: the dtype of the module's inputs. bfloat8_b halves
+                the memory of a bfloat16 module.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
@@ -136,7 +136,7 @@ class MultiHeadLatentAttention(AttentionLayer):
     ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
         """Append the latents of new tokens to the cache; each attends to all tokens up to itself.
 
-        Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
+        Results, errors and other arguments are as in `MultiHeadAttentionWithCache`.
         """
         check_is_cache(cache, LatentCache)
         self.check_input("x", x)

@@ -30,8 +30,8 @@ def apply_norm(
         x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis
             in at least float32.
         norm: kind and options; the factor may be 1 + weight.
-        weight, bias: iff the norm has them: (1, H), (1, heads, 1, H) if each head has its own, or
-            (1, width).
+        weight, bias: only if the norm has them: (1, H), (1, heads, 1, H) if each head has its own,
+            or (1, width).
         slots: indices of the features on the last axis, if it is padded: see `head_slots`.
         compute_kernel_config: arithmetic of the sums; default: `accurate_config`.
 
@@ -40,7 +40,7 @@ def apply_norm(
 
     Raises:
         TypeError: if x is not floating point, or norm is not a `Norm`.
-        ValueError: if a weight or bias is missing, unexpected or has another shape.
+        ValueError: if a weight or bias is missing, unexpected or has the wrong shape.
 
     Source: RMSNorm, arXiv:1910.07467, equation 4; LayerNorm, arXiv:1607.06450, equation 4.
     """

@@ -35,7 +35,7 @@ def relative_position_products(
         relative_products: distances that share vectors.
         learned: weights of the layer: `relative_keys`, vectors for queries, and `relative_queries`,
             vectors for keys, (1, 1, num_buckets, H), or (1, N, num_buckets, H) for each head; or
-            those of `SinusoidProducts`.
+            the weights of `SinusoidProducts`.
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or
             (B,); default: 0.
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
@@ -107,7 +107,7 @@ def _sinusoid_products(
     weights = {name: at_least_float32(learned[name]) for name in SINUSOID_WEIGHTS}
     table = weights["relative_sinusoids"]  # (1, N, d_in, H)
     sinusoids = record.sinusoids(farthest, table.shape[2])[None, None]
-    # Matrix products broadcast neither the batch axis nor that of heads.
+    # Matrix products broadcast neither the batch axis nor the axis of heads.
     sinusoids = ttnn.repeat(
         upload(sinusoids, device=device, dtype=ttnn.float32), (1, num_heads, 1, 1)
     )

@@ -1,8 +1,8 @@
 """Fast path: attention without attention weights.
 
 Wraps ttnn's flash attention with this package's semantics of masks and fully masked rows, in
-bfloat16 and bfloat8_b. A NaN that is not padding does what ttnn does with it: see `contained` for
-kernels in which it reaches only the rows that attend to it.
+bfloat16 and bfloat8_b. A NaN outside of padding spreads as in ttnn; see `contained` for kernels in
+which it reaches only the rows that attend to it.
 """
 
 from __future__ import annotations
@@ -431,7 +431,7 @@ def check_cached_step(
     last_positions: np.ndarray | Tensor,
     page_table: Tensor | None = None,
 ) -> None:
-    """Refuse a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each
+    """Reject a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each
     other.
     """
     for name, x in (("keys", keys), ("values", values)):

@@ -26,8 +26,8 @@ def contained(kernel: Kernel) -> Kernel:
     """Return a kernel in which NaN and infinity reach exactly the rows that attend to them.
 
     For a layer: `layer.kernel = contained(layer.kernel)`. It covers calls without attention
-    weights, of prompts and of steps with a cache. A step without a mask, a bias or a window is that
-    of the kernel itself: its token attends to all filled slots, so every NaN in them reaches it.
+    weights, of prompts and of steps with a cache. A step without a mask, a bias or a window calls
+    the kernel itself: its token attends to all filled slots, so every NaN in them reaches it.
     Other steps call the kernel of prompts, over the filled slots.
 
     - A row is NaN if its query is not finite, or a key or value that it attends to, or if all its

@@ -22,7 +22,7 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
 
     Each chip then needs the whole input, which `mha_tt.upload` replicates, and has the whole
     output. Attention weights, masks and biases with an axis of heads, and the cache of `init_cache`
-    are local: those of a chip's heads. Without `out_proj` the output is also local:
+    are local: for a chip's heads. Without `out_proj` the output is also local:
     `mha_tt.download_parts` reads the part of each chip.
 
     Args:
@@ -51,7 +51,7 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
             "heads", "be the number of a dimension of the mesh", heads=heads, shape=shape
         )
     if layer.device != mesh:
-        raise InputError("mesh", "be the device of the layer", "another")
+        raise InputError("mesh", "be the device of the layer", "a different one")
     if layer.heads is not None:
         raise InputError(
             "layer", "be divided by heads once", f"one that is, along dimension {layer.heads}"

@@ -56,7 +56,7 @@ def local_weights(
 def whole_weights(
     parts: Sequence[Mapping[str, np.ndarray]], spec: AttentionSpec
 ) -> dict[str, np.ndarray]:
-    """Return the canonical weights of a layer from those of all chips: the inverse of
+    """Return the canonical weights of a layer from the weights of all chips: the inverse of
     `local_weights`.
     """
     whole = {}
@@ -101,7 +101,7 @@ def _place_of(
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
-    """Refuse a layer whose heads cannot be divided over `size` chips."""
+    """Reject a layer whose heads cannot be divided over `size` chips."""
     if size == 1:
         return
     if spec.num_heads % size:
@@ -113,7 +113,7 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
     if spec.shared_kv:
         raise InputError(
             "shared_kv",
-            "be False to be divided, since the keys are those of another layer",
+            "be False to be divided, since the keys come from another layer",
             shared_kv=True,
         )
     for name, norm in spec.wide_norms.items():

@@ -1,6 +1,6 @@
 """Say why an attention layer computes something else than it should.
 
-- `fitting`: the numbers behind an observed rotation, bias or mask.
+- `fitting`: the parameters behind an observed rotation, bias or mask.
 - `diagnosis`: which known bug, or which pattern, turns the reference into the observed result.
   Start at `diagnosis.diagnose.diagnose`.
 - `identification`: which specification a live model computes, by observation.

@@ -43,7 +43,7 @@ print(time.perf_counter() - begin)
 
 
 def bench_conversion(*, num_layers: int, repeats: int) -> list[Row]:
-    """A row for attention layers in float32, from LLaMA's layout in transformers to that of Meta,
+    """A row for attention layers in float32, from LLaMA's layout in transformers to Meta's,
     on the disk.
 
     Args:

@@ -201,7 +201,7 @@ class _Core:
         order: Callable[[np.ndarray], np.ndarray] = lambda x: x,
         **options: bool,
     ) -> Contender:
-        """A function of arrays (B, N, S, H), or of those in another order that is its own
+        """A function of arrays (B, N, S, H), or of those in a different order that is its own
         inverse.
         """
         query, key, value, cotangent = (

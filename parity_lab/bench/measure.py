@@ -189,7 +189,8 @@ def run_in_turn(
         rounds: least and largest number of rounds.
         most_repeats: most runs within a turn, by name; default: `MOST_REPEATS`.
         warm_up: begin each turn with a run that is not timed, because the previous contender has
-            left caches, threads and the allocator in another state, and repeated use is measured.
+            left caches, threads and the allocator in a different state, and repeated use is
+            measured.
         clock: function that returns the time in seconds.
     """
 

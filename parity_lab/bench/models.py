@@ -42,8 +42,8 @@ def bench_model(
 
     Layers that compute the same function of their weights are measured once, with the weights of
     the first. In torch the module of transformers is also measured on many tokens, if that is
-    installed, the folder has a config.json, and the module computes only attention, unlike those of
-    BERT and BLOOM, which add the residual.
+    installed, the folder has a config.json, and the module computes only attention, unlike in BERT
+    and BLOOM, which add the residual.
 
     Args:
         path, layers, layout, prefix, said: arguments of `run_model`.

@@ -19,10 +19,10 @@ class Operations:
     """Counts of one run.
 
     Attributes:
-        kernels: number of calls of each kernel: those of the device by torch's profiler, on a CPU
-            the operations of ATen that are implemented for it, in JAX the fusions and custom calls
-            of the compiled program.
-        copies: tensors that are copied to another layout, dtype or device.
+        kernels: number of calls of each kernel: on a device as torch's profiler counts them, on a
+            CPU the operations of ATen that are implemented for it, in JAX the fusions and custom
+            calls of the compiled program.
+        copies: tensors that are copied to a different layout, dtype or device.
         syncs: points at which the host waits for values of the device.
     """
 

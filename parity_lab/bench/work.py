@@ -59,7 +59,7 @@ class Work:
         seq_len: tokens of each, S; in `decode`, tokens cached before the new one.
         num_heads, head_dim: sizes of the heads; a layer is as wide as all heads together.
         is_causal: tokens attend to no later token.
-        window_size: tokens attend to none that is this many places away, or more.
+        window_size: tokens attend to none that is this many positions away, or more.
         soft_cap: soft cap of the scores.
         has_sinks: each head has a sink logit.
         has_alibi: scores have ALiBi.

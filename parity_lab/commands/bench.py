@@ -18,9 +18,9 @@ from parity.use.cli.options import (
 @command(
     "measure speed compared with other libraries",
     about=(
-        "Measure the layers and those of other libraries, in turn in one process, and compare them "
-        "with the limits of "
-        "the machine. With --model, measure the layers of a model with their own weights. Only "
+        "Measure the layers and the layers of other libraries, in turn in one process, and "
+        "compare them with the limits of the machine. With --model, measure the layers of a "
+        "model with their own weights. Only "
         "ratios are meaningful."
     ),
     example="mha-parity bench --suites cores,decode --quick",

@@ -14,7 +14,7 @@ from parity.measure.core.records import JsonRecord
 from parity_lab.mesh.plan import MeshPlan
 
 NUMBERS, FLAGS = "all-reduce", "all-reduce of flags"
-"""Reductions of numbers, and of booleans, which flag the non-finite tokens."""
+"""Reductions of floats, and of booleans, which flag the non-finite tokens."""
 
 Counts = dict[str, int]
 """Number of collective operations of a program, by kind."""
@@ -75,9 +75,9 @@ def collectives_of(
 def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "jax") -> Counts:
     """Return the collectives that a program of a case needs on a mesh.
 
-    The forward pass of a layer with divided heads sums its outputs. The gradient sums that of its
-    input over heads; those of weights over sequences and tokens, and for replicated weights also
-    over heads; and that of sinks over tokens separately: once each.
+    The forward pass of a layer with divided heads sums its outputs. The gradient of its input is
+    summed over heads; gradients of weights over sequences and tokens, and for replicated weights
+    also over heads; and the gradient of sinks over tokens separately: once each.
 
     A norm over the width of all heads sums the squares of each token, a layer norm also the
     features before them, and the gradient does the same; in JAX a gradient's program has both. XLA
@@ -109,7 +109,7 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
 
 
 def _sums_of_gradients(case: Case, plan: MeshPlan) -> int:
-    """Return the number of sums in the gradient, except those of norms over the width."""
+    """Return the number of sums in the gradient, except the sums of norms over the width."""
     spec = case.spec
     replicated_norms = [
         name
@@ -122,7 +122,7 @@ def _sums_of_gradients(case: Case, plan: MeshPlan) -> int:
     )
     sums = [
         plan.tensor > 1,  # of the gradient of the input
-        plan.data > 1,  # of those of weights
+        plan.data > 1,  # of the gradients of weights
         plan.sequence > 1,
         plan.tensor > 1 and has_replicated_weights,
         plan.sequence > 1 and spec.sinks,

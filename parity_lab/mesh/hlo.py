@@ -108,7 +108,7 @@ def _called_by(line: str) -> list[str]:
 
 
 def counts_of(collectives: Iterable[Collective]) -> Counts:
-    """Return the number of collectives by kind; those of booleans are counted separately."""
+    """Return the number of collectives by kind; collectives of booleans are counted separately."""
     counts: Counter[str] = Counter()
     for collective in collectives:
         counts[FLAGS if collective.is_of_flags else collective.kind] += collective.times

@@ -37,7 +37,7 @@ def make_devices(count: int) -> None:
     """Create virtual CPU devices, before JAX has created any.
 
     Raises:
-        RuntimeError: if JAX already has another number of devices.
+        RuntimeError: if JAX already has a different number of devices.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)

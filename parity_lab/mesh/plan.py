@@ -80,7 +80,7 @@ def parse_mesh(text: str, axes: AxisKind = "automatic") -> MeshPlan:
     """Return the mesh of a text such as `data=2,tensor=4`.
 
     Raises:
-        ValueError: if the text has another form.
+        ValueError: if the text has any other form.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):

@@ -32,7 +32,7 @@ CLONE = str(Path(__file__).parents[2])
 class ProblemPart(NamedTuple):
     """Part of a `Reference` that a process needs, computed already.
 
-    Its fields have the names of those of `Reference`.
+    Its fields are named as in `Reference`.
     """
 
     problem: Problem

@@ -39,7 +39,7 @@ class MeshReport(Report):
 
     @property
     def status(self) -> int:
-        """The exit status: that of the stages, or 1 if a program sent too much."""
+        """The exit status: the status of the stages, or 1 if a program sent too much."""
         return 1 if self.needless else super().status
 
     def to_dict(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
         return "a ring supports only biases by distance"
     rope = case.spec.rope
     if rope is not None and rope.depends_on_length:
-        return "length-dependent frequencies of a part differ from those of the whole"
+        return "length-dependent frequencies of a part differ from the frequencies of the whole"
     return None
 
 

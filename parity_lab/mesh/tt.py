@@ -64,7 +64,7 @@ def check_devices(plan: MeshPlan) -> None:
         hint = ""
         if mha_tt.target() == "mock":
             boards = [f"{board} has {math.prod(shape)}" for board, shape in MESHES.items()]
-            hint = f"MHA_TT_MOCK selects another: {', '.join(boards)}"
+            hint = f"MHA_TT_MOCK selects a different one: {', '.join(boards)}"
         raise InputError(
             "mesh", "divide the chips of the board", f"{plan} and {count} chips", hint=hint
         )

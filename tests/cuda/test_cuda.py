@@ -215,8 +215,8 @@ def test_layer_synchronizes_if_contained(told, is_contained):
 
 @pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=["full", "causal"])
 def test_layer_in_cuda_graph_keeps_nan(told):
-    """A contained layer in a CUDA graph has the same output, bit for bit, and NaN in the same
-    places.
+    """A contained layer in a CUDA graph has the same output, bit for bit, and NaN at the same
+    positions.
     """
     layer, x = (
         layer_of(mha_torch.MultiHeadAttention),

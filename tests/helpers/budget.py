@@ -43,7 +43,7 @@ ENVIRONMENT = ".venv" if HAS_JAX else ".venv-tt"
 NUMBERS = ("items", "programs", "processes")
 
 ALONE, IN_POOL = "alone", "in a pool"
-"""Kinds of processes: those of multiprocessing are in a pool."""
+"""Kinds of processes: processes of multiprocessing are in a pool."""
 
 MOST_SECONDS = 2.0
 """A test that takes more processor time says why, by @costly."""
@@ -75,8 +75,8 @@ class Cost:
         }
 
     def note_processes(self, name: str, number: int) -> None:
-        """Note those of a test or fixture. It may run again, in this worker or in another, and then
-        counts once.
+        """Note the costs of a test or fixture. It may run again, in this worker or in another, and
+        then counts once.
         """
         if number:
             self.processes[name] = max(number, self.processes.get(name, 0))

@@ -1,4 +1,4 @@
-"""Attention as Flax users write it, with places to inject deviations."""
+"""Attention as Flax users write it, with points at which to inject deviations."""
 
 from __future__ import annotations
 

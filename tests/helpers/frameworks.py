@@ -74,7 +74,7 @@ class JaxSibling(Sibling):
     backend = jax_backend
 
     def assert_same(self, found: np.ndarray, expected: np.ndarray, path: str) -> None:
-        """Only the fused kernel is not exact: XLA compiles another program of it for another
+        """Only the fused kernel is not exact: XLA compiles a different program of it for each
         shape.
         """
         __tracebackhide__ = True

@@ -14,7 +14,7 @@ class HeadsAttention:
 
     Attributes:
         package: the implementation.
-        kernel: its kernel, unless a call has another; None for the formula.
+        kernel: its kernel, unless a call has its own; None for the formula.
     """
 
     package: Any

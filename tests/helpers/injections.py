@@ -103,7 +103,7 @@ def told(name: str, change: Callable[..., object]) -> Callable[..., None]:
 
 
 def at(places: Callable[[Tensor], Tensor], theta: float | None = None) -> Callable[..., None]:
-    """Compute cosines and sines for other positions, or with another theta."""
+    """Compute cosines and sines for other positions, or with a different theta."""
 
     def change(given, module, position_ids, **_):
         is_half = "GptOss" in type(module).__name__  # its tables hold each angle once

@@ -38,7 +38,9 @@ class Diagnosis:
 
 @contextmanager
 def broken_softmax() -> Iterator[None]:
-    """Make torch's attention weights wrong in one sequence, head and place of the case "causal"."""
+    """Make torch's attention weights wrong in one sequence, head and position of the case
+    "causal".
+    """
     original = parity.use.running.run.record
 
     def record(backend: str, reference: Any) -> Any:

@@ -94,7 +94,7 @@ class Quantizer:
         return (lowest / scales).round() * scales
 
     def range(self, x: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ends of groups of numbers."""
+        """Return the ends of groups of values."""
         axes = SHARED_AXES[group]
         if self.quantization.zero_point == "none":
             size = x.abs().amax(axes, keepdim=True)
@@ -105,14 +105,14 @@ class Quantizer:
         return lowest, highest
 
     def computed(self, x: torch.Tensor, group: str) -> torch.Tensor:
-        """Return the scales of groups of numbers."""
+        """Return the scales of groups of values."""
         lowest, highest = self.range(x, group)
         smallest, largest = self.limits
         size = highest - lowest
         return torch.where(size > 0, size / (largest - smallest), 1.0)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """Return numbers as they are stored."""
+        """Return values as they are stored."""
         dtype = self.quantization.dtype
         x = x.clamp(*self.limits)
         if dtype.startswith("int"):
@@ -163,7 +163,7 @@ def computed(
     Args:
         problem: the problem.
         through: returns new keys or values as they are read.
-        quantization: of the cache, if not that of the problem.
+        quantization: of the cache, if not the problem's.
     """
     case, spec = problem.case, problem.spec
     if quantization is None:

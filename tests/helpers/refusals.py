@@ -20,7 +20,7 @@ class Refuses:
         kind: ValueError, or TypeError for a `InputTypeError`.
         argument: its name; "…" in it stands for any text.
         got: text contained in the passed value, or values by name; `...` stands for any value.
-        where: text contained in the place.
+        where: text contained in the location.
         remedy: settings of one of the alternatives.
         hint: text contained in the hint, such as a similar name.
     """
@@ -42,7 +42,7 @@ class Refuses:
         return f"{self.argument} {self.got}"
 
     def of(self, kind: type[Exception]) -> Refuses:
-        """Return the same check for another kind of error."""
+        """Return the same check for a different kind of error."""
         return Refuses(kind, self.argument, self.got, self.where, self.remedy, self.hint)
 
     def __enter__(self) -> Refuses:
@@ -56,7 +56,7 @@ class Refuses:
         traceback: TracebackType | None,
     ) -> bool:
         if error is None:
-            pytest.fail(f"{self.argument} was not refused")
+            pytest.fail(f"{self.argument} was not rejected")
         if not isinstance(error, InputError):
             return False
         assert isinstance(error, InputTypeError) == (self.kind is TypeError), (
@@ -69,7 +69,7 @@ class Refuses:
         return True
 
     def check(self, refusal: InputError) -> None:
-        """Compare the fields of a refusal with the expected ones.
+        """Compare the fields of an error with the expected ones.
 
         Raises:
             AssertionError: if a field differs.
@@ -90,7 +90,7 @@ class Refuses:
             assert isinstance(value, EllipsisType) or _is_same(held[name], value), str(refusal)
 
     def is_printed_in(self, text: str) -> bool:
-        """Return whether a line of the text is the message of such a refusal, with any rule."""
+        """Return whether a line of the text is the message of such an error, with any rule."""
         return any(map(self._is_printed_as, text.splitlines()))
 
     def _is_printed_as(self, line: str) -> bool:

@@ -281,6 +281,6 @@ def _check_gradients(released: Released, x: Tensor, is_causal: bool) -> None:
         )
         found = torch.autograd.grad(output, [*leaves.values()], cotangent)
         for name, ours, theirs in zip(leaves, found, wanted, strict=True):
-            # The terms of some biases cancel, such as those of k if few features are rotated.
+            # The terms of some biases cancel, such as the bias of k if few features are rotated.
             scale = largest if name.endswith("bias") else theirs.abs().max().item()
             assert (ours - theirs).abs().max().item() <= NEAR * scale, f"the gradient of {name}"

@@ -1,7 +1,7 @@
 """Whole models of transformers, tiny and with random weights, and our layers compared with their
 attention layers.
 
-The specification of a layer, its causality and the place and layout of its weights in a checkpoint
+The specification of a layer, its causality and the path and layout of its weights in a checkpoint
 are all read from the configuration. Nothing is downloaded.
 """
 
@@ -436,7 +436,7 @@ def _keys_as_values(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[st
 
 
 def _sinusoids(found: dict[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
-    """Return the projection of sinusoids, whose rows are those of heads in files."""
+    """Return the projection of sinusoids, whose rows are the heads' rows in files."""
     rows = found.pop("relative_sinusoids.weight")
     return {"relative_sinusoids": rows.T.reshape(-1, spec.num_heads, spec.head_dim)}
 

@@ -135,7 +135,7 @@ def sampled_rows(rows: list[Row], mark: pytest.Mark) -> list[Row]:
         rows = [row for row in rows if where(**{name: row.parameters[name] for name in of_where})]
 
     if jax is not None and not HAS_JAX:
-        # The sample is that of the other environment: here are the rows of ttnn, of which there may
+        # The sample belongs to the other environment: here are the rows of ttnn, of which there may
         # be fewer.
         jax = None
         number = None if number is None or number >= len(rows) else number

@@ -12,8 +12,8 @@ from parity.port.models.rules import Stack
 def one_a_code(
     values: Iterable[Any], functions_of: Callable[[Any], Mapping[str, Callable[..., Any]]]
 ) -> list[Any]:
-    """Return the first of all values whose functions, by name, share their code and differ in
-    numbers or projections.
+    """Return the first of all values whose functions, by name, share their code and differ in sizes
+    or projections.
     """
     first: dict[Hashable, Any] = {}
     for value in values:

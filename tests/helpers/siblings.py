@@ -2,9 +2,9 @@
 written once.
 
 JAX and PyTorch are tested in `.venv`, ttnn in `.venv-tt`. This module imports none of them:
-`helpers/frameworks.py` has the adapters of the first two and `helpers/tt/sibling.py` that of the
-third. The plugin of each environment defines the fixture `sibling`, one implementation after the
-other.
+`helpers/frameworks.py` has the adapters of the first two and `helpers/tt/sibling.py` the adapter of
+the third. The plugin of each environment defines the fixture `sibling`, one implementation after
+the other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Sibling(ABC):
         backend: its module of `parity.measure.backends`.
         kernel_dtype: the widest NumPy dtype of the fused kernel; all other functions take float32.
         other_dtype: a floating dtype that does not go with `kernel_dtype`.
-        rounding: the error of a device in numbers of order 1, beyond that of float32 arithmetic.
+        rounding: the error of a device in values of order 1, beyond the error of float32
+            arithmetic.
         unsupported: why a feature that others have is missing here, by feature.
     """
 

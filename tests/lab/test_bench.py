@@ -218,7 +218,7 @@ def test_warm_up_counts_in_budget():
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_short_runs_are_repeated(warm_up):
     """Runs of 2 ms are repeated 5 times, or at most `most_repeats` times, with 2 more runs as
-    a warm-up; a time is that of one run.
+    a warm-up; a time is the time of one run.
     """
     now, ran = itertools.count(), []
     runs = {name: lambda name=name: ran.append(name) for name in "ab"}
@@ -709,7 +709,7 @@ def test_model_layers_are_measured(gemma_folder, as_users_have_it, tmp_path, cap
     assert [row["what"] for row in of_jax] == whats
     assert all(
         row["best_peer"] is None for row in of_jax
-    )  # another framework's contender does not count
+    )  # a contender of a different framework does not count
     assert content["left_out"] == []
     assert "transformers" in content["names"]["torch"]
 
@@ -969,7 +969,7 @@ def test_compare_uses_memory_without_time(compare, tmp_path, capsys):
     ],
 )
 def test_compare_rejects_invalid_files(compare, tmp_path, capsys, content):
-    """A file that is missing, has other content, another version or no rows exits with status
+    """A file that is missing, has other content, a different version or no rows exits with status
     2 and an error.
     """
     path, good = tmp_path / "a.json", written(tmp_path / "b.json", timed(1.0))

@@ -115,7 +115,7 @@ print(json.dumps([[*map(str, report.failed)], len(report.comparisons), [*map(str
 
 
 # A ring; heads exchanged for tokens on the plain path, in parts, with a distance bias, and with
-# infinite numbers.
+# infinite values.
 OF_TOKENS = ["alibi-both-ways", "textbook", "relative-bias-padded", "nan"]
 
 

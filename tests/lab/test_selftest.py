@@ -195,7 +195,7 @@ def test_first_bugs_replace_every_function():
 
 
 def test_each_page_has_one_injected_bug():
-    """Every page of bugs, except that of ranks, has one bug in INJECTIONS, and each of these
+    """Every page of bugs, except the page of ranks, has one bug in INJECTIONS, and each of these
     is in a case.
     """
     pages = page_by_bug()
@@ -205,7 +205,7 @@ def test_each_page_has_one_injected_bug():
 
 def test_surviving_bug_is_not_caught():
     """An outcome is not caught without a stage, at a wrong stage or after a false alarm, and
-    not named by another bug.
+    not named by a different bug.
     """
     assert not Outcome(
         "scale-missing", "mha", "torch", 0, ("scores",), "", (), (), "none"

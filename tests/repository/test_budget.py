@@ -54,7 +54,7 @@ def test_a_row_bounds_each_number(root, cost, expected):
 
 
 def test_a_file_needs_a_row(root):
-    """Another environment's row does not count."""
+    """A different environment's row does not count."""
     rows = Budget(100, {"another": {FILE: row()}})
     (problem,) = rows.problems({FILE: Cost(1)}, root)
     assert problem.endswith(f"{FILE} has no row: `make budget FILES={FILE}` adds it")
@@ -381,7 +381,7 @@ def test_one_file_is_written(suite, options, message):
     ("samples", "options"), [("all", []), (None, ["-m", ""])], ids=["samples", "thorough"]
 )
 def test_other_runs_have_no_budget(suite, monkeypatch, samples, options):
-    """The rows are those of `make test`."""
+    """The rows come from `make test`."""
     if samples is not None:
         monkeypatch.setenv("SAMPLES", samples)
     result = suite.runpytest("--budget=check", *options)

@@ -393,7 +393,7 @@ PUBLIC = {
 }
 PUBLIC["mha_torch"] |= {"parallel"}  # imported by itself, since it imports torch.distributed
 PUBLIC["mha_jax"] |= {"parallel"}  # and this, since it is for several devices
-PUBLIC["mha_torch"] |= {"plain"}  # the tutorial, whose names are also those of the large layers
+PUBLIC["mha_torch"] |= {"plain"}  # the tutorial, whose names also belong to the large layers
 
 
 def is_whole(language, block):
@@ -524,7 +524,7 @@ def test_a_broken_link_is_found(tmp_path):
 
 
 def update(names):
-    """Write the output of reproductions and sessions into pages, by default those of bugs."""
+    """Write the output of reproductions and sessions into pages, by default the pages of bugs."""
     for page in PAGES if not names else [name for name in names if name in PAGES]:
         path, shown = (
             BUGS / f"{page}.md",

@@ -126,7 +126,7 @@ def test_generated_pages_list_every_entry():
 
 
 def test_tables_of_the_reference_are_current():
-    """The generated tables in docs/reference are those of the code, and each stage of a layer is on
+    """The generated tables in docs/reference match the code, and each stage of a layer is on
     its page with its axes.
     """
     import reference
@@ -184,7 +184,7 @@ def test_simulator_page_lists_every_case():
 
 
 def test_shares_come_from_a_simulator_report(monkeypatch, tmp_path):
-    """Shares of a report replace those of its cases only; a report of a mock device raises a
+    """Shares of a report replace the shares of its cases only; a report of a mock device raises a
     ValueError.
     """
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -405,7 +405,7 @@ def test_conventions_table_is_complete():
 
 
 def test_shared_answer_names_differing_class():
-    """The common answer of classes is that of most, followed by the classes that differ;
+    """The common answer of classes is the answer of most, followed by the classes that differ;
     absent ones do not count.
     """
     import parts
@@ -615,7 +615,7 @@ def test_heads_are_drawn_on_their_devices():
 
 
 def test_only_bugs_are_drawn_above_budget():
-    """In the case causal, the error of mha_torch is below its budget, and those of more than
+    """In the case causal, the error of mha_torch is below its budget, and the errors of more than
     50 bugs are above theirs.
     """
     import pictures
@@ -671,7 +671,7 @@ def file_of(*rows):
 
 
 def test_later_file_replaces_rows(results):
-    """Rows in a later file of a machine replace those of an earlier file with the same work;
+    """Rows in a later file of a machine replace rows of an earlier file with the same work;
     other machines do not count.
     """
     import measurements

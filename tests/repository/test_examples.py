@@ -40,7 +40,7 @@ def port(tmp_path):
     return run_in_port
 
 
-only_posix = pytest.mark.skipif(os.name == "nt", reason="the commands are those of a POSIX shell")
+only_posix = pytest.mark.skipif(os.name == "nt", reason="the commands need a POSIX shell")
 
 
 @only_posix

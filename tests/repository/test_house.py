@@ -156,7 +156,7 @@ def test_foreign_private_names_are_found(source, found):
 # ---- Prose in tests ------------------------------------------------------------------------------
 
 EXCEPT = {"refusals.py", "test_refusal.py", "test_refusals.py", "test_house.py", "test_words.py"}
-"""Files that print refusals, or rules."""
+"""Files that print errors, or rules."""
 
 
 def sentences(source: str) -> list[str]:
@@ -172,8 +172,8 @@ def sentences(source: str) -> list[str]:
     return [text for text in strings if re.search(r"\bmust\b", text)]
 
 
-def test_no_test_has_words_of_a_refusal():
-    """No test has the words of a rule in a string, except those of refusals and rules
+def test_no_test_repeats_words_of_an_error():
+    """No test has the words of a rule in a string, except the tests of errors and rules
     themselves.
     """
     paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in EXCEPT]

@@ -205,7 +205,7 @@ def test_conversion_observes_no_models():
 
 
 @pytest.mark.parametrize("package", ["mha_jax", "mha_torch", "mha_tt"])
-def test_siblings_import_parallel_lazily(package):
+def test_packages_import_parallel_lazily(package):
     """No module outside of `parallel` imports it or torch.distributed at import time: who divides
     no layer needs neither.
     """

@@ -1,4 +1,4 @@
-"""Tests that the check of refusals can fail: by each field, or without an error."""
+"""Tests that the check of errors can fail: by each field, or without an error."""
 
 import pytest
 from helpers.refusals import refuses, refuses_type
@@ -15,8 +15,8 @@ from mha_spec import InputError, InputTypeError
         refuses("num_heads", "int8"),
     ],
 )
-def test_refusal_with_expected_fields_passes(expected):
-    """An expected refusal passes, twice in a row, if the argument, the values and the place
+def test_expected_fields_pass(expected):
+    """An expected error passes, twice in a row, if the argument, the values and the location
     match.
     """
     for _ in range(2):
@@ -40,16 +40,16 @@ def test_refusal_with_expected_fields_passes(expected):
         refuses_type("num_heads"),
     ],
 )
-def test_refusal_with_other_field_fails(expected):
-    """An expected refusal fails if the argument, a value or its type, the place, or the kind
+def test_different_field_fails(expected):
+    """An expected error fails if the argument, a value or its type, the location, or the kind
     differs.
     """
     with pytest.raises(AssertionError), expected:
         raise InputError("num_heads", "be odd", num_heads=4, where="layer 1")
 
 
-def test_missing_refusal_fails():
-    """An expected refusal fails without an error or with another kind, and other exceptions
+def test_missing_error_fails():
+    """The check fails without an error or with one of a different kind, and other exceptions
     pass through it.
     """
     with pytest.raises(pytest.fail.Exception, match="num_heads"), refuses("num_heads"):
@@ -77,8 +77,8 @@ PRINTED = (
         refuses("--heads", "a b", remedy={"--fill": True}),
     ],
 )
-def test_printed_refusal_is_found(expected):
-    """A printed refusal is found by its argument, values, place, remedy and hint."""
+def test_printed_error_is_found(expected):
+    """A printed error is found by its argument, values, location, remedy and hint."""
     assert expected.is_printed_in(f"a line before\n{PRINTED}\n")
 
 
@@ -99,13 +99,13 @@ def test_printed_refusal_is_found(expected):
         refuses("--heads", hint="near it"),
     ],
 )
-def test_different_refusal_is_not_found(expected):
-    """A printed refusal is not found by another argument, value, place, remedy or hint."""
+def test_different_error_is_not_found(expected):
+    """A printed error is not found by a different argument, value, location, remedy or hint."""
     assert not expected.is_printed_in(PRINTED)
 
 
-def test_text_without_refusal_has_none():
-    """A line with an argument but no rule is not a printed refusal."""
+def test_text_without_error_has_none():
+    """A line with an argument but no rule is not a printed error."""
     assert not refuses("--heads").is_printed_in("mha-parity: --heads\n")
 
 
@@ -113,13 +113,13 @@ def test_text_without_refusal_has_none():
     "expected",
     [refuses("n", remedy={"m": 2}), refuses("n", remedy={"k": 1}), refuses("n", hint="k")],
 )
-def test_refusal_with_other_advice_fails(expected):
-    """An expected refusal fails if the remedy or the hint differs."""
+def test_different_advice_fails(expected):
+    """The check fails if the remedy or the hint differs."""
     with pytest.raises(AssertionError), expected:
         raise InputError("n", "be odd", n=4, remedy={"m": 1}, hint="helps")
 
 
 def test_expected_advice_passes():
-    """An expected refusal passes if one alternative has the remedy, and the hint matches."""
+    """The check passes if one alternative has the remedy, and the hint matches."""
     with refuses("n", remedy={"m": 1}, hint="helps"):
         raise InputError("n", "be odd", n=4, remedy=[{"m": 1, "j": 2}, {"k": 2}], hint="helps")

@@ -169,7 +169,7 @@ def test_each_row_belongs_to_one_tier(suite, monkeypatch, sampled):
     ],
 )
 def test_thorough_rows_are_as_many_again(suite, monkeypatch, sampled, in_jax, in_torch):
-    """Both numbers are those of both tiers; rows in JAX are counted apart where the sample does
+    """Both numbers cover both tiers; rows in JAX are counted apart where the sample does
     that.
     """
     monkeypatch.setenv("SAMPLES", "thorough")

@@ -223,7 +223,7 @@ EXTRA_NAMES = {
         "check_is_device",  # every module and cache is made for an open device,
         "check_on_device",  # several operations crash on a tensor on the host,
         "check_tiles",  # or need whole tiles,
-        # distinguishes the dtype of inputs from that of weights, which differ here,
+        # distinguishes the dtype of inputs from the dtype of weights, which differ here,
         "check_input_dtype",
         "check_dtype",  # only three dtypes are supported,
         "check_head_dim",  # padding of heads counts as features,
@@ -625,14 +625,14 @@ def test_results_have_same_axes(name):
 
 @every_other
 def test_files_have_same_summary(name):
-    """The first line of a file's docstring is that of mha_torch, in neutral words."""
+    """The first line of a file's docstring is the same as in mha_torch, in neutral words."""
     found = {file: summary(name, parse(name, file)) for file in FILES}
     assert found == {file: summary("torch", parse("torch", file)) for file in FILES}
 
 
 @every_other
 def test_definitions_have_same_summary(name):
-    """The first line of a definition's docstring is that of mha_torch, in neutral words."""
+    """The first line of a definition's docstring is the same as in mha_torch, in neutral words."""
     found, expected = {}, {}
     for file in FILES:
         for public, node in shared_definitions(name, file).items():

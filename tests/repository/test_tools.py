@@ -55,7 +55,7 @@ def test_python312_is_found_on_the_path(tmp_path):
 @needs_linux
 @pytest.mark.parametrize("says", ["cpython 3 11", "pypy 3 12", ""])
 def test_wrong_python312_is_not_chosen(tmp_path, says):
-    """A python3.12 on the path that has another version or does not run is skipped for the
+    """A python3.12 on the path that has the wrong version or does not run is skipped for the
     one of pyenv.
     """
     put_python(tmp_path / "bin" / "python3.12", says, status=0 if says else 127)
@@ -349,7 +349,7 @@ EDITS = {
 
 
 def test_mutants_are_valid_edits_of_code(mutants, tmp_path, monkeypatch):
-    """The mutants of a source are the expected edits, with their places; each can be
+    """The mutants of a source are the expected edits, with their positions; each can be
     compiled, and docstrings and messages stay.
     """
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
@@ -363,7 +363,7 @@ def test_mutants_are_valid_edits_of_code(mutants, tmp_path, monkeypatch):
 
 @pytest.mark.costly("git lists the sources")
 def test_mutants_depend_only_on_seed(mutants, monkeypatch):
-    """One seed always draws the same mutants, only of packages in COUNTS, and another seed
+    """One seed always draws the same mutants, only of packages in COUNTS, and a different seed
     draws others; the counts add up to at least 200.
     """
     assert sum(mutants.COUNTS.values()) >= 200

@@ -1,7 +1,7 @@
-"""Annotations are checks: each public function rejects arrays of another type, rank, kind or size
+"""Annotations are checks: each public function rejects arrays of the wrong type, rank, kind or size
 than it says.
 
-The refusals are generated from the annotations. Arguments are checked before a call, so that one
+The errors are generated from the annotations. Arguments are checked before a call, so that one
 bad argument, or two that do not fit each other, suffice to make one.
 """
 
@@ -166,7 +166,7 @@ def test_other_ranks_raise(sibling):
 
 
 def test_other_kinds_raise(sibling):
-    """An array of another kind of dtype raises an error: integers for floating point, floats for
+    """An array of the wrong kind of dtype raises an error: integers for floating point, floats for
     integers and masks.
     """
     for argument in array_arguments(sibling.package):

@@ -25,8 +25,8 @@ from mha_spec import (
 
 @dataclass(frozen=True)
 class Ones:
-    """A tensor of ones, made for an implementation in its usual dtype, another floating dtype or
-    integers.
+    """A tensor of ones, made for an implementation in its usual dtype, a different floating dtype
+    or integers.
     """
 
     shape: tuple[int, ...]
@@ -115,8 +115,8 @@ SLOPES = AttentionSpec(128, 4, alibi=Alibi())
 
 
 def table(name, *shape, dtype=None):
-    """Return sinks, or a table of positions, as the stages accept it, in the usual dtype or
-    another.
+    """Return sinks, or a table of positions, as the stages accept it, in the usual dtype or a
+    different one.
     """
     return lambda sibling: sibling.stage_weight(name, np.ones(shape, dtype or sibling.kernel_dtype))
 
@@ -556,7 +556,7 @@ def test_dot_products_reject_bad_input(sibling, name, kernel):
 
 @pytest.mark.parametrize("name", KEEPS)
 def test_dot_products_reject_bad_keeps(sibling, name):
-    """A given dropout of another dtype or shape raises an error."""
+    """A given dropout of the wrong dtype or shape raises an error."""
     keywords, refusal = KEEPS[name]
     assert_error(sibling, "scaled_dot_product_attention", (), {**SPLIT, **keywords}, refusal)
 
@@ -723,7 +723,7 @@ ADVICE = {
     "mask of B, T, S": ({"mask": booleans(3, 4, 5)}, refuses("mask", hint="mask[:, None]")),
     "mask of B, S": ({"mask": booleans(3, 5)}, refuses("mask", hint="key_padding_lengths")),
     "bias of B, T, S": ({"bias": floats(3, 4, 5)}, refuses("bias", hint="bias[:, None]")),
-    "another dtype": (
+    "a different dtype": (
         {"query": others(3, 4, 6), "key": others(3, 5, 5)},
         refuses_type("…", hint="dtype"),
     ),
@@ -847,7 +847,7 @@ BAD_WEIGHTS = {
     "transposed out_proj": ({**WEIGHTS, "out_proj.weight": ones(64, 70)}, refuses("out_proj.…")),
     "flat weight": ({**WEIGHTS, "k_proj.weight": ones(64)}, refuses("k_proj.…")),
     "flat out_proj": ({**WEIGHTS, "out_proj.weight": ones(64)}, refuses("out_proj.…")),
-    "bias of another width": ({**WEIGHTS, "k_proj.bias": ones(6)}, refuses("k_proj.bias")),
+    "bias of the wrong width": ({**WEIGHTS, "k_proj.bias": ones(6)}, refuses("k_proj.bias")),
     "bias of 2 axes": ({**WEIGHTS, "q_proj.bias": ones(1, 64)}, refuses("q_proj.bias")),
     "other head_dim": ({**WEIGHTS, "k_proj.weight": ones(60, 6)}, refuses("k_proj.…")),
     "integer weight": ({**WEIGHTS, "q_proj.weight": integers(64, 6)}, refuses_type("q_proj.…")),
@@ -869,7 +869,7 @@ every_function = pytest.mark.parametrize("function", FUNCTIONS)
 @every_function
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
 def test_function_rejects_bad_weights(sibling, name, function):
-    """Weights that lack one, have another or have another shape raise an error in every
+    """Weights that lack one, have an extra one or have the wrong shape raise an error in every
     function.
     """
     weights, refusal = BAD_WEIGHTS[name]
@@ -893,7 +893,7 @@ BAD_PACKED = {
 @every_function
 @pytest.mark.parametrize("name", BAD_PACKED)
 def test_function_rejects_packed_weights(sibling, name, function):
-    """Packed weights of another layer raise an error in every function."""
+    """Packed weights of a different layer raise an error in every function."""
     weights, refusal = BAD_PACKED[name]
     function, keywords = FUNCTIONS[function]
     assert_error(
@@ -921,8 +921,8 @@ def test_function_rejects_packed_weights(sibling, name, function):
     ],
     ids=["number", "heads", "groups", "no out_proj", "no bias"],
 )
-def test_function_rejects_another_spec(sibling, function, spec, refusal):
-    """The spec of another layer raises an error in every function."""
+def test_function_rejects_other_spec(sibling, function, spec, refusal):
+    """The spec of a different layer raises an error in every function."""
     function, keywords = FUNCTIONS[function]
     assert_error(sibling, function, (), {**keywords, "weights": WEIGHTS, "spec": spec}, refusal)
 

@@ -79,8 +79,8 @@ def filled_cache(sibling, module, lengths, dtype=np.float32, capacity=NUM_TOKENS
 
 
 def units(dtype, number=4):
-    """As many units of rounding of numbers of order 1: with their shapes, products add in another
-    order.
+    """As many units of rounding of values of order 1: with their shapes, products add in a
+    different order.
     """
     return number * float(ml_dtypes.finfo(dtype).eps)
 
@@ -156,7 +156,7 @@ def test_slots_beyond_the_length_are_zero(sibling, part):
 @pytest.mark.parametrize("new_lengths", [[1, 4, 0], [0, 0, 0], [4, 4, 3]], ids=str)
 @every_dtype
 def test_padding_gives_zero(sibling, dtype, new_lengths):
-    """The output of a padding token is zero, and that of a real token is not."""
+    """The output of a padding token is zero, and the output of a real token is not."""
     module, x = cached_layer(sibling, dtype=dtype), sibling.array(random_tokens(4, dtype))
     output, _ = module(
         x, filled_cache(sibling, module, [2, 0, 4], dtype, capacity=8), new_lengths=new_lengths

@@ -172,7 +172,7 @@ def test_attention_mask_takes_lengths(sibling, kind):
     assert sibling.numpy(mask)[:, 0, 0].tolist() == [[False, False, True], [True, True, True]]
 
 
-def test_lengths_may_be_those_of_numpy(sibling):
+def test_lengths_may_be_numpy_arrays(sibling):
     """Functions of masks accept NumPy lengths directly, in NumPy's default dtype."""
     mask = sibling.package.create_padding_mask(np.array([2, 0]), 3)
     assert sibling.numpy(mask)[:, 0, 0].tolist() == [[False, False, True], [True, True, True]]

@@ -155,7 +155,7 @@ def test_relative_bias_is_a_row_of_a_table(sibling, dtype):
 
 
 def test_grid_bias_is_a_row_of_a_table(sibling):
-    """A grid bias is the row of the table that belongs to the places of both tokens."""
+    """A grid bias is the row of the table that belongs to the positions of both tokens."""
     zeros, record = sibling.array(full((2, 2, 2, 4), 0.0)), GridBias(1, 2, class_token=True)
     scores, spec = sibling.package.attention_scores, AttentionSpec(8, 2, relative_bias=record)
     # Rows of 1 after, 0, 1 before; the class token as query, as key, as both.
@@ -270,7 +270,7 @@ def test_two_keys_weigh_one_and_e(sibling, form):
     query, key, value = [[[[1.0]]]], [[[[0.0], [1.0]]]], [[[[10.0], [20.0]]]]
     heads = (np.array(x, sibling.dtype_of(form)) for x in (query, key, value))
     expected = np.array([[[[(10 + 20 * math.e) / (1 + math.e)]]]])
-    # Two products and a sum, each rounded once, of numbers of at most 20.
+    # Two products and a sum, each rounded once, of values of at most 20.
     sibling.assert_close(sibling.attend_heads(form, *heads), expected, within=20 * 3 * EPSILON)
 
 
@@ -405,7 +405,7 @@ def test_attention_weights_sum_to_one(sibling, path, dtype):
 @every_dtype
 @plain_paths
 def test_masked_keys_weigh_nothing(sibling, path, dtype):
-    """The weight of a masked key is exactly zero, and that of every other key is not."""
+    """The weight of a masked key is exactly zero, and the weight of every other key is not."""
     _, attn_weights = sibling.attend(path, SPEC, problem(SPEC, dtype), mask=MASK)
     assert np.array_equal(attn_weights == 0.0, np.broadcast_to(MASK, (2, 2, 3, 4)))
 
@@ -566,14 +566,14 @@ def test_visible_token_changes_the_output(sibling, path, side):
 @sample(jax=1)
 @both_forms
 def test_order_of_the_keys_is_rounding(sibling, form):
-    """Keys and their mask may come in another order."""
+    """Keys and their mask may come in a different order."""
     arrays, order = problem_of(sibling, form, SPEC), [2, 0, 3, 1]
     before = sibling.attended(f"module-{form}", SPEC, arrays, mask=MASK)
     permuted = {**arrays, "key": arrays["key"][:, order]}
     after = sibling.attended(f"module-{form}", SPEC, permuted, mask=MASK[..., order])
     sibling.assert_close(
         after, before, within=8 * EPSILON
-    )  # sums of 4 numbers of order 1 in another order
+    )  # sums of 4 values of order 1 in a different order
 
 
 @sample(12, jax=1)
@@ -911,7 +911,7 @@ def dropped(sibling, rates, seed=0, calls=1, **options):
 @every_rate
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 def test_dropout_depends_on_the_seed(sibling, need_weights, rates):
-    """Training drops something: the same for the same seed, other numbers for another seed or in
+    """Training drops something: the same for the same seed, other values for another seed or in
     the next call.
     """
     options = {"need_weights": need_weights}

@@ -22,7 +22,7 @@ def test_two_features_rotate_by_position(sibling, position):
     """Two features rotate by their position in radians."""
     x, cos, sin = np.array([[[[3.0, 4.0]]]], np.float32), math.cos(position), math.sin(position)
     expected = np.array([3 * cos - 4 * sin, 4 * cos + 3 * sin])
-    # Each cosine, product and sum is rounded once; the numbers are at most 5.
+    # Each cosine, product and sum is rounded once; the values are at most 5.
     sibling.assert_close(
         rotated(sibling, x, [[position]])[0, 0, 0], expected, within=5 * 3 * EPSILON
     )
@@ -59,7 +59,7 @@ def test_sequences_have_their_own_positions(sibling, rng):
 
 
 def test_theta_changes_the_rotation(sibling, rng):
-    """Another theta rotates by other angles."""
+    """A different theta rotates by other angles."""
     x = rng.standard_normal((1, 1, 4, 8)).astype(np.float32)
     found, other = (rotated(sibling, x, [[0, 1, 2, 3]], theta) for theta in (1e4, 1e5))
     assert np.abs(found - other).max() > 0.01

@@ -1,4 +1,4 @@
-"""Refusals: records with a message, which keep their fields in other processes and on the command
+"""Errors: records with a message, which keep their fields in other processes and on the command
 line.
 """
 
@@ -12,7 +12,7 @@ from mha_spec.errors import MAX_LENGTH
 
 
 def test_message_has_argument_and_values():
-    """The message and fields of a refusal have its argument,
+    """The message and fields of an error have its argument,
     its rule and the values that were passed.
     """
     refusal = InputError("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
@@ -58,7 +58,7 @@ def test_message_has_argument_and_values():
     ],
 )
 def test_each_part_has_its_place(refusal, text):
-    """Each part of a refusal is at its place in the message, in the expected words."""
+    """Each part of an error is at its position in the message, in the expected words."""
     assert str(refusal) == text
 
 
@@ -75,7 +75,7 @@ def test_wrong_type_is_also_a_type_error():
 
 
 def test_flags_replace_names_in_each_field():
-    """Renaming to flags changes the message of a refusal, but not its fields or type."""
+    """Renaming to flags changes the message of an error, but not its fields or type."""
     flags = {"prefix": "--prefix", "fill_bias": "--fill-bias", "n": "--n"}
 
     def rename(name: str, value: object) -> tuple[str, object]:
@@ -115,8 +115,8 @@ def test_long_part_loses_its_middle(field):
     assert all(part in text for part in parts.values() if part is not long)
 
 
-def test_pickled_refusal_keeps_its_fields():
-    """A pickled refusal keeps its type, fields and message; values
+def test_pickled_error_keeps_its_fields():
+    """A pickled error keeps its type, fields and message; values
     that are not plain become text.
     """
     device = type("Device", (), {"__str__": lambda self: "device 0"})()

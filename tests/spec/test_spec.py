@@ -62,7 +62,7 @@ def test_key_width_defaults_to_query_width():
 
 
 def test_spec_stores_plain_numbers():
-    """NumPy numbers are stored as Python's: specifications and their JSON are equal."""
+    """NumPy scalars are stored as Python's: specifications and their JSON are equal."""
     numbers = {
         "window_size": np.int64(4),
         "scale": np.float32(0.5),
@@ -583,7 +583,7 @@ def test_latents_are_absorbed_if_cheaper():
 
 
 def test_alibi_slopes_match_the_paper():
-    """ALiBi's slopes are those of the paper for 8, 6 and 1 heads,
+    """ALiBi's slopes match the paper for 8, 6 and 1 heads,
     can be scaled, and survive JSON.
     """
     assert Alibi().slopes(8) == tuple(2.0**-n for n in range(1, 9))
@@ -1082,7 +1082,7 @@ def reference_of(fields):
 
 @pytest.mark.parametrize("name", MAKES)
 def test_rough_numbers_raise_or_are_computed(name):
-    """Extreme numbers raise an error, or have finite frequencies and scales and can be computed."""
+    """Extreme values raise an error, or have finite frequencies and scales and can be computed."""
     make = MAKES[name]
     num_refused = 0
     accepted = []

@@ -106,7 +106,7 @@ def test_unknown_board_name_raises():
 
 @pytest.mark.board
 def test_second_board_in_process_raises(opened_device):
-    """A process that has used one board cannot use another one."""
+    """A process that has used one board cannot use a second one."""
     other = next(name for name in BOARDS if name != USED)
     with pytest.raises(RuntimeError, match=f"'{other}' after '{USED}'"):
         ttnn_mock.use(other)
@@ -171,7 +171,7 @@ def test_compiler_version_identifies_mock(opened_device):
 
 
 def test_kernel_cache_is_separate_from_cards(opened_device):
-    """Mock boards store kernels below their own root, instead of next to those of cards."""
+    """Mock boards store kernels below their own root, instead of next to the kernels of cards."""
     folder = os.environ["TT_METAL_CACHE"]
     assert folder.startswith(os.environ["TT_METAL_RUNTIME_ROOT"])
     assert folder.endswith("/")  # otherwise ttnn appends its key to the folder's name

@@ -62,16 +62,16 @@ def test_upload_within_rounding_is_unchanged(device, kept):
 
 
 OTHERS = {
-    "another number": (
+    "a different number": (
         {"factor": 3.0},
         "step 3 is 'ttnn.multiply .* 3.0 -> #2' and was 'ttnn.multiply .* 2.0 -> #2'",
     ),
-    "another shape": (
+    "a different shape": (
         {"x": X.reshape(2, 32)},
         r"step 1 is 'ttnn.to_device #0 \(2, 32\) .* was 'ttnn.to_device #0 \(1, 64\)",
     ),
-    "other numbers in a tensor": ({"x": X + 1}, "step 2 uploads other numbers"),
-    "the same numbers in another order": ({"x": X[:, ::-1]}, "step 2 uploads other numbers"),
+    "other values in a tensor": ({"x": X + 1}, "step 2 uploads other values"),
+    "the same values in a different order": ({"x": X[:, ::-1]}, "step 2 uploads other values"),
     "an operation more": ({"times": 2}, "step 4 is 'ttnn.multiply .* and was 'read "),
     "an operation less": ({"times": 0}, "step 3 is 'read .* and was 'ttnn.multiply "),
 }

@@ -1,9 +1,11 @@
-"""The names of the catalog that are right for a bug, by its id: chosen by the edit alone, not by its diagnosis.
+"""The names of the catalog that are right for a bug, by its id: chosen by the edit alone, not by
+its diagnosis.
 
-A name is right if it describes the edit or one of its effects, such as NaN in the rows that it leaves without a key.
-The numbers of its words need not be the edit's if the name has none. It may cover more than the edit, such as keys and
-values if only keys are tiled. A name that differs from the edit only where the output does not show it is right if no
-name describes the edit itself. A bug without a name in the catalog has none here: then any name is wrong.
+A name is right if it describes the edit or one of its effects, such as NaN in the rows that it
+leaves without a key. The numbers of its words need not be the edit's if the name has none. It may
+cover more than the edit, such as keys and values if only keys are tiled. A name that differs from
+the edit only where the output does not show it is right if no name describes the edit itself. A bug
+without a name in the catalog has none here: then any name is wrong.
 """
 
 from parity.explain.diagnosis.bugs import page_by_bug
@@ -786,7 +788,9 @@ PAGES: dict[str, str] = {
     "nanogpt-last-feature": "lost-values",
     "sdpa-out-gain": "stray-factor",
 }
-"""More pages that are right for a bug, in addition to those of the names above: also chosen by the edit."""
+"""More pages that are right for a bug, in addition to the pages of the names above: also chosen by
+the edit.
+"""
 
 PAGES |= PAGES_OF_TRAINING
 
@@ -800,4 +804,4 @@ ACCEPTED_PAGES: dict[str, frozenset[str]] = {
     id: frozenset(page_by_bug()[name] for name in names) | frozenset(PAGES.get(id, "").split())
     for id, names in ACCEPTED.items()
 }
-"""The pages that are right for a bug: those of its names, and those above."""
+"""The pages that are right for a bug: the pages of its names, and the ones above."""

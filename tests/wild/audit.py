@@ -1,4 +1,6 @@
-"""Facts about a record by plain arithmetic, without the diagnosis: where a bug shows, and that a port is right."""
+"""Facts about a record by plain arithmetic, without the diagnosis: where a bug shows, and that a
+port is right.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ TOLERANCES = {"float32": (1e-4, 1e-5), "bfloat16": (3e-2, 3e-2), "float16": (5e-
 """Relative and absolute tolerances, as in the tests of libraries."""
 
 FLIPS = 5.0
-"""Factor of the tolerances of 16 bits with a cache of 8 or 4 bits, in which a right key may be rounded to the next number."""
+"""Factor of the tolerances of 16 bits with a cache of 8 or 4 bits, in which a right key may be
+rounded to the next number.
+"""
 
 ORDER = list(STAGES)
 
@@ -56,7 +60,9 @@ def differs(actual: np.ndarray, expected: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def in_order(names: Recorded) -> list[str]:
-    """Return the stages in the order of the data flow, call by call; gradients in that of the backward pass."""
+    """Return the stages in the order of the data flow, call by call; gradients in the order of the
+    backward pass.
+    """
 
     def place(name: str) -> tuple[int, int]:
         stage = stage_named(name)
@@ -108,7 +114,9 @@ def real_rows(problem: Problem, step: int | None) -> np.ndarray:
 
 
 def is_right(right: Right) -> bool:
-    """Return whether every output is close to the float64 reference, by `allclose` at the dtype's usual tolerance."""
+    """Return whether every output is close to the float64 reference, by `allclose` at the dtype's
+    usual tolerance.
+    """
     problem, noted = right.problem, right.recorded()
     expected = Reference(problem).accumulated
     relative, absolute = TOLERANCES[right.dtype]

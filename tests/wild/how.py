@@ -14,7 +14,8 @@ class How:
     Attributes:
         mode: `eager`, `jit` or `compile`.
         wide: scores and softmax in float32, whatever the dtype; else in the dtype of the inputs.
-        penalty: what hides a key: `inf`, or a finite number, `min` (the lowest of the dtype) or `1e4`.
+        penalty: what hides a key: `inf`, or a finite number, `min` (the lowest of the dtype) or
+            `1e4`.
         cache: of ports that decode: `growing`, or `static`.
     """
 
@@ -36,5 +37,7 @@ class How:
         return function
 
     def hidden(self, lowest: float) -> float:
-        """Return the number that replaces a hidden score or is added to it; `lowest` is that of the dtype."""
+        """Return the number that replaces a hidden score or is added to it; `lowest` is the lowest
+        of the dtype.
+        """
         return {"inf": float("-inf"), "min": lowest, "1e4": -1e4, "1e9": -1e9}[self.penalty]

@@ -123,7 +123,7 @@ def dirty_slots(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def in_place_of(**others: str) -> Recording:
-    """Stages under whose name another value was recorded."""
+    """Stages under whose name a different value was recorded."""
 
     def record(noted: Recorded, problem: Problem) -> Recorded:
         swapped = dict(noted)
@@ -139,7 +139,7 @@ def in_place_of(**others: str) -> Recording:
 
 
 def changed(names: tuple[str, ...], change: Callable[[np.ndarray], np.ndarray]) -> Recording:
-    """Stages in another form."""
+    """Stages in a different form."""
 
     def record(noted: Recorded, problem: Problem) -> Recorded:
         found = plain(noted, problem)

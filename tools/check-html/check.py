@@ -211,7 +211,7 @@ def main(folder: Path, *, every_page: bool = False, screenshots: bool = False) -
         print("check-html: LEFT OUT, the site: `make docs` builds it")
     print(
         "\n".join(wrong)
-        or "check-html: the pages have no faults, and those of the control page are detected"
+        or "check-html: the pages have no faults, and the faults of the control page are detected"
     )
     return bool(wrong)
 

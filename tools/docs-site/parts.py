@@ -177,12 +177,12 @@ RATES = {
     "first wrong stage reported first": "first",
     "identified, with a page": "named",
     "… rightly, as one of several, wrongly": "judged",
-    "identified, or its place or pattern found": "placed",
+    "identified, or its position or pattern found": "placed",
     "**from the output alone:** bugs that change it": "output_bugs",
     "detected from the output": "output_caught",
     "identified from the output": "output_named",
     "… rightly, as one of several, wrongly, from the output": "output_judged",
-    "identified, or its place or pattern found, from the output": "output_placed",
+    "identified, or its position or pattern found, from the output": "output_placed",
 }
 """Rows of the table of rates, and their names in the data."""
 

@@ -135,7 +135,7 @@ def lines_of(rows: Sequence[Row], of: str) -> list[Line]:
 
 
 def memory_of(row: Row) -> tuple[float | None, dict[str, float]]:
-    """Our memory in MB, and that of others."""
+    """The memory in MB, ours and others'."""
     own = row["peak_bytes"]
     others = {name: nbytes / 1e6 for name, nbytes in row.get("peers_peak_bytes", {}).items()}
     return None if own is None else own / 1e6, others

@@ -582,7 +582,7 @@ def schemas_page() -> str:
     parts += [
         "## Metadata of files",
         "mha-parity's own files are safetensors files with text in their metadata. Readers "
-        "reject another `format` "
+        "reject any other `format` "
         f"than {FORMAT}. Converted checkpoints have the names of their layout, and `mha_parity` "
         f"is their format.",
     ]

@@ -33,7 +33,7 @@ ELSEWHERE = {
 """Pages of the repository outside of docs/, and their names in the site."""
 
 REPLACED = {"docs/README.md": "index", "benchmarks/results": "evidence/benchmarks"}
-"""Pages and folders that the site has in another form."""
+"""Pages and folders that the site has in a different form."""
 
 STYLE = ROOT / "docs" / "tutorials" / "site.mplstyle"
 """Colors of pictures, which fit the light and the dark site."""

@@ -296,7 +296,7 @@ class Framework:
         layer(x, **self.arguments(feature, seq_len, seq_len), **options)
 
     def append(self, spec: AttentionSpec, feature: Feature, seq_len: int) -> None:
-        """Call a layer with a cache; that of another layer holds the tokens already."""
+        """Call a layer with a cache; the cache of another layer holds the tokens already."""
         x = self.array(np.ones((B, seq_len, spec.d_in)), feature)
         layer = self.layer(
             "MultiHeadLatentAttention" if spec.latent else "MultiHeadAttentionWithCache",
@@ -354,7 +354,7 @@ class Jax(Framework):
 
     @contextmanager
     def on(self, platform: str) -> Iterator[None]:
-        """Choose kernels as on another platform, without calling them."""
+        """Choose kernels as on a different platform, without calling them."""
         with ExitStack() as stack:
             stack.enter_context(
                 patch("mha_jax.kernels.fused.platform_of", lambda *arrays: platform)

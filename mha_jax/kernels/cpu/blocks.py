@@ -525,7 +525,7 @@ class Blocks:
         return self._ends(begins_before_end & ends_after_begin)
 
     def _in_blocks(self, x: Array, axis: int, size: int) -> Array:
-        """Return x with an axis divided into blocks and places within them; its last value fills
+        """Return x with an axis divided into blocks and positions within them; its last value fills
         the last block.
         """
         x = jnp.pad(
@@ -622,7 +622,7 @@ class Blocks:
     def add_to_bias(
         self, grad: Array, grad_scores: Array, tile: Tile, rows: Rows, keys: Keys
     ) -> Array:
-        """Add the gradient of a block of scores, (P, s, G t), to that of the bias."""
+        """Add the gradient of a block of scores, (P, s, G t), to the gradient of the bias."""
         start, sizes = self._place(grad, tile, rows, keys)
         grad_scores = grad_scores.reshape(*tile.shape, keys.size, self.group_size, -1)
         summed = [axis for axis, size in enumerate(sizes) if size == 1]

@@ -467,8 +467,8 @@ def _attend_to_every_slot(
 
 
 def _softmax_of_visible(scores: Array, is_visible: Array, sinks: Array | None) -> Array:
-    """Return attention weights of slots, (heads, G, S), 0 for sequences without a key; those of
-    sinks come last.
+    """Return attention weights of slots, (heads, G, S), 0 for sequences without a key; the weights
+    of sinks come last.
     """
     if sinks is not None:  # one more slot, which is never masked
         scores = jnp.concatenate([scores, sinks.astype(scores.dtype)], axis=2)

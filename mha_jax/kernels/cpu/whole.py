@@ -1,5 +1,5 @@
-"""Attention over all keys at once: the kernel of `fused` on CPUs for few scores, and that of parts
-of a window.
+"""Attention over all keys at once: the kernel of `fused` on CPUs for few scores, and for parts of a
+window.
 
 XLA fuses it into one kernel that stores no scores, because it has only what XLA's library for CPUs
 supports: a minimum hides keys, and no operation between the products has less than 4096 elements.

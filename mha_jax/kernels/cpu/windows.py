@@ -262,7 +262,7 @@ class _Parts(NamedTuple):
         # Each axis of parts before the same axis within them.
         x = jnp.transpose(x, (0, 3, 1, 4, 2, 5, 6))
         x = x.reshape(total.sequences, total.kv_heads * total.group, -1, x.shape[6])
-        # The last block may begin before its place.
+        # The last block may begin before its position.
         twice = x.shape[2] - total.rows
         last = x.shape[2] - per_part.rows
         if not twice:

@@ -35,12 +35,12 @@ def worst(kinds: Iterable[Kind]) -> Kind:
 
 @dataclass(frozen=True)
 class PathAnswer:
-    """The answer of one path. Answers of paths with the same words are equal, whatever the numbers.
+    """The answer of one path. Answers of paths with the same words are equal, whatever the values.
 
     Attributes:
         words: text for people.
         kind: kind of the answer.
-        evidence: observed numbers, or the reason of an error.
+        evidence: observed values, or the reason of an error.
         exception: the exception that the subject raised, if any.
     """
 
@@ -68,9 +68,9 @@ class Answer(JsonRecord):
         question: name of the question.
         kind: kind of the answer.
         words: text for the cell of the matrix.
-        example: for a broken promise: shapes, seed, path and observed numbers.
+        example: for a broken promise: shapes, seed, path and observed values.
         findings: answer of each path.
-        refusal: first path that raised a deliberate error, and the reason.
+        refusal: first path that rejected the call, and the reason.
         exception: the exception behind a broken promise, otherwise behind the first rejection.
         error: message of the exception behind a broken promise; empty if none is.
     """
@@ -198,8 +198,8 @@ class Conformance(JsonRecord):
 
     @property
     def not_examined(self) -> list[str]:
-        """Return the requested dtypes in which no question called the subject; the first is that of
-        plain calls.
+        """Return the requested dtypes in which no question called the subject; the first is the
+        dtype of plain calls.
         """
         if self.missing:
             return []

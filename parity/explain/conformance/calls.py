@@ -83,7 +83,7 @@ def run(
     Raises:
         Refused: if the subject raises a deliberate error, see `REFUSALS`, or one of its library's
             own errors.
-        Failed: if it raises another error, or does not return floating-point numbers with one row
+        Failed: if it raises any other error, or does not return floating-point numbers with one row
             per query.
     """
     arrays: dict[str, np.ndarray] = {}  # equal inputs are one array for the subject too
@@ -208,7 +208,7 @@ def _check_output(subject: Subject, output: np.ndarray, query_shape: Sequence[in
             f"returns {output.dtype}",
             f"the output is of dtype {output.dtype}, which is not floating point",
         )
-    if subject.is_layer:  # its outputs may have another width than its inputs
+    if subject.is_layer:  # its outputs may differ in width from its inputs
         has_a_row_per_query = output.ndim == 3 and output.shape[:2] == query_shape[:2]
         expected = f"({', '.join(map(str, query_shape[:2]))}, width)"
     else:
@@ -364,7 +364,7 @@ def _unchanged(leaf: Any) -> Any:
 
 def fresh_copies(module: Any, change: Callable[[Any], Any] = _unchanged) -> Callable[[], Any]:
     """Return a function that copies an `nnx` module in its current state, random numbers included,
-    for another trace.
+    for a second trace.
 
     Args:
         module: module to copy.

@@ -84,7 +84,7 @@ def load_params(target: str) -> Any:
     if not has_arrays(params):
         raise InputError(
             "params",
-            "be a mapping or another tree of arrays",
+            "be a mapping or any other tree of arrays",
             f"{type(params).__name__} for {target!r}",
         )
     return params
@@ -252,7 +252,7 @@ def made(target: Any, name: str, params: Any = None) -> Any:
         target: a function, a module, or a class or factory of modules that needs no arguments.
         name: name of the target, for messages.
         params: weights of a function `attention(params, x)`, of a flax.linen module, or of its
-            `apply`: a mapping or another tree of arrays.
+            `apply`: a mapping or any other tree of arrays.
 
     Raises:
         ValueError: if `params` do not belong to the target.
@@ -305,8 +305,8 @@ def framework_of(target: Any) -> str | None:
 
 
 def _imported_framework(target: Any) -> str | None:
-    """Return the framework that a function's own module imports, otherwise that of the modules it
-    uses.
+    """Return the framework that a function's own module imports, otherwise the framework of the
+    modules it uses.
     """
     function = inspect.unwrap(getattr(target, "func", target))
     if not hasattr(function, "__globals__"):

@@ -180,7 +180,7 @@ class Examination:
         self, path: Path, inputs: Inputs, others: Inputs, rows: Sequence[int], **options: Any
     ) -> tuple[bool, str]:
         """Return whether the outputs of some queries differ between two sets of inputs, and the
-        numbers.
+        values.
         """
         before = self.run(path, inputs, **options).output[..., list(rows), :]
         after = self.run(path, others, **options).output[..., list(rows), :]

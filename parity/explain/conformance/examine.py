@@ -4,7 +4,7 @@ every path.
 Each question perturbs something that must not matter (a future token, a masked key, another
 sequence) or that must, and compares the outputs. This needs no reference, no weights and no
 documentation, and works for functions of split heads and for layers. Libraries run different code
-for the same call if weights are requested, in training, with gradients, or in another dtype. So
+for the same call if weights are requested, in training, with gradients, or in a different dtype. So
 every such path is tested, and paths that disagree are a finding themselves.
 """
 
@@ -39,7 +39,7 @@ def examine(
         target: a `Subject`, or a function, module, class or factory in torch, JAX or ttnn, see
             `discover.made`.
         questions: names from `QUESTIONS`; default: all.
-        dtypes: dtypes to test, the first also with dropout; default: all, or bfloat16 for ttnn.
+        dtypes: dtypes to test, the first one also with dropout; default: all, or bfloat16 for ttnn.
         declared: claims, and properties that cannot be detected: the keywords of
             `discover.subject_of`, and `params` of `made`.
 

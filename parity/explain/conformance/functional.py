@@ -32,7 +32,7 @@ class WithParams:
 
     Attributes:
         func: function of the weights and inputs.
-        params: the weights, a mapping or another tree of arrays.
+        params: the weights, a mapping or any other tree of arrays.
         name: the parameter that receives them.
         signature: signature of `func`.
     """
@@ -75,7 +75,7 @@ def cast_in_jax(leaf: Any, dtype: str) -> Any:
 
 
 def _cast_in_torch(tree: Any, dtype: str) -> Any:
-    """Return a tree with its arrays as tensors, those of floating-point numbers in a dtype."""
+    """Return a tree with its arrays as tensors, floating-point ones in a dtype."""
     import torch
 
     def cast(_: Any, leaf: Any) -> Any:
@@ -101,7 +101,9 @@ def with_params(target: Any, params: Any, name: str) -> WithParams:
         TypeError: if the target is a module that holds its weights, or a class.
     """
     if not has_arrays(params):
-        raise InputError("params", "be a mapping or another tree of arrays", type(params).__name__)
+        raise InputError(
+            "params", "be a mapping or any other tree of arrays", type(params).__name__
+        )
     module = linen_module(target)
     if module is not None:
         return _linen_with_params(module, params)

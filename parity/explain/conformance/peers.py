@@ -32,7 +32,7 @@ SPEC = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS)
 def _spec_and_weights(
     path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None
 ) -> tuple[AttentionSpec, Weights]:
-    """Return the spec with the path's dropout and the weights in its dtype; default: those of
+    """Return the spec with the path's dropout and the weights in its dtype; default: as in
     `SPEC`.
     """
     if spec is None:

@@ -106,7 +106,7 @@ def _example(
     path: Path,
     about: str,
 ) -> str:
-    """Describe a failing example: the question, the inputs, the numbers on a path, and those of a
+    """Describe a failing example: the question, the inputs, the values on a path, and on a
     differing path.
     """
     finding = findings[path]

@@ -147,8 +147,8 @@ def _keywords_of(function: Any, parameter: inspect.Parameter) -> list[inspect.Pa
 
 
 def library_of(module: Any) -> str:
-    """Return the library of a module or its class: `torch`, `equinox`, `linen` or `nnx`; empty if
-    it is another.
+    """Return the library of a module or its class: `torch`, `equinox`, `linen` or `nnx`; empty for
+    any other.
     """
     kind = type(module)
     if inspect.isclass(module):

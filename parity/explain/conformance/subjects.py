@@ -105,10 +105,11 @@ class Subject:
         head_dim: features of split heads, H.
         has_settable_weights: whether `make` accepts a spec and weights.
         has_groups: whether a layer supports fewer key/value heads in its spec; for split heads this
-            is tested.
+            is determined by a test.
         decode: decodes one token at a time through its cache, see `Decode`.
         mask_true, causal, num_kv_heads: its claims: True in a mask `hides` or `shows`; causal
-            alignment `top-left` or `bottom-right`; support for fewer key/value than query heads.
+            alignment `top-left` or `bottom-right`; support for fewer key/value heads than query
+            heads.
         documented: by question, the warning in its documentation that covers its behavior.
         promises: questions for which a `note` is a broken promise, because it promises more than
             usual.

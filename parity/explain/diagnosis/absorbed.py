@@ -24,7 +24,7 @@ WITHOUT_EFFECT = frozenset({"linear", "tables", "parameter", "has_bias", "scale"
 """Overrides of a layer that do not require keys and values."""
 
 BEGINNING = 16
-"""Leading numbers of a weight's row, by which the row is found. Trained or drawn rows differ long
+"""Leading elements of a weight's row, by which the row is found. Trained or drawn rows differ long
 before; a row that is found is compared whole before its product is used.
 """
 
@@ -86,7 +86,7 @@ def queries(layer: ChangedLayer, rows: np.ndarray) -> np.ndarray | None:
 def wrong_weights(layer: ChangedLayer) -> dict[str, np.ndarray]:
     """Return the unknown weights of k and v, if these are plain projections.
 
-    For the layer's own weights, or their rows in another order,
+    For the layer's own weights, or their rows in a different order,
     `parity.explain.diagnosis.remembered` has the products.
     """
     problem = layer.problem
@@ -109,7 +109,7 @@ def wrong_weights(layer: ChangedLayer) -> dict[str, np.ndarray]:
 
 
 def _has_row(weight: np.ndarray, row: np.ndarray) -> bool:
-    """Return whether a weight contains a row, by its first numbers."""
+    """Return whether a weight contains a row, by its first elements."""
     if len(row) != weight.shape[1]:
         return False
     return bool((weight[:, :BEGINNING] == row[:BEGINNING]).all(axis=1).any())

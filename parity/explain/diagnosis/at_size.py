@@ -402,8 +402,8 @@ def _patterns_in(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
-    """Return the diagnosis of a layer by those of its samples, and by the comparison of its whole
-    stages.
+    """Return the diagnosis of a layer by the diagnoses of its samples, and by the comparison of its
+    whole stages.
     """
     known: list[Finding] = []
     leftover: list[Finding] = []
@@ -502,7 +502,7 @@ def _with_place(finding: Finding, whole: Whole) -> Finding:
 
 
 def _place(finding: Finding) -> tuple[int, int]:
-    """Return the place of a finding's stage in the data flow."""
+    """Return the position of a finding's stage in the data flow."""
     return order_of(finding.stage)
 
 

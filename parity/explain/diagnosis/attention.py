@@ -25,7 +25,7 @@ def attention_of(module: Any, *inputs: Any, **keywords: Any) -> np.ndarray:
 
     Args:
         module: the layer.
-        inputs, keywords: of its call, in arrays of its framework.
+        inputs, keywords: arguments of its call, in arrays of its framework.
 
     Raises:
         TypeError: if the module does not return attention weights.
@@ -49,7 +49,7 @@ def attention_in(trace: Trace, stage: str | None = None) -> tuple[str, np.ndarra
 
     Args:
         trace: the trace.
-        stage: one of its stages `attn_weights`; by default that of the last step.
+        stage: one of its stages `attn_weights`; by default of the last step.
 
     Raises:
         ValueError: if the trace has no such stage.
@@ -146,7 +146,7 @@ def input_array(name: str, x: np.ndarray, width: int) -> np.ndarray:
 
     Raises:
         TypeError: if it is not floating-point.
-        ValueError: if it has another shape, or a value is not finite.
+        ValueError: if it has the wrong shape, or a value is not finite.
     """
     if not is_floating(x.dtype):
         raise InputTypeError(

@@ -27,7 +27,8 @@ class ChangedBackward(Backward):
             setattr(self, method, partial(override, self, original))
 
     def with_overrides(self, changes: Mapping[str, Override]) -> ChangedBackward:
-        """Return the backward pass with the overrides of this one, except those of a whole part.
+        """Return the backward pass with the overrides of this one, except overrides of a whole
+        part.
 
         An override may call it for a part that it computes in several steps.
         """

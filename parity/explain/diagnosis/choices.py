@@ -27,8 +27,8 @@ class Choice:
     """Another valid way to compute a stage.
 
     Attributes:
-        about: a description, with `{dtype}` for that of the problem.
-        arithmetic: of the same-precision reference; by default that of the hardware.
+        about: a description, with `{dtype}` for the problem's dtype.
+        arithmetic: of the same-precision reference; by default the hardware's.
         overrides: overrides of the same-precision reference.
     """
 
@@ -56,7 +56,7 @@ def _kept_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.n
 def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
     """Return exp(s - log sum exp): the logarithm is as large as the scores, and rounded like them.
 
-    It is that of the kernel's own scores, which differ from the recorded ones by their rounding.
+    It belongs to the kernel's own scores, which differ from the recorded ones by their rounding.
     """
     a = layer.arithmetic
     own_scores = nudged_values(

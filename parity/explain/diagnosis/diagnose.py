@@ -2,11 +2,11 @@
 edits, known bugs and fitted patterns, until it differs no more.
 
 Convention differences come first: if the output agrees, a stage that differs is probably only
-recorded in another convention (`parity.explain.diagnosis.readings`). Legitimate choices of
+recorded in a different convention (`parity.explain.diagnosis.readings`). Legitimate choices of
 precision are allowed (`parity.explain.diagnosis.choices`).
 
 Then each stage is computed again from the observed stages before it, so two bugs in different
-places are found one after the other. A stage that was not observed is computed with the edits found
+stages are found one after the other. A stage that was not observed is computed with the edits found
 so far. An edit explains a stage if the remaining error is within the budget of
 `parity.measure.core.compare`, that is, if only rounding remains.
 
@@ -85,13 +85,13 @@ def diagnose(
         observed: stages by name, as in `STAGES`, in arrays of any framework. The output alone is
             enough, but then two bugs may look like one, or may not be found.
         problem: the case, weights and inputs.
-        arithmetic: of the hardware, one of `reference.ARITHMETICS`, or its rounding, one of
-            `reference.UNFUSED`. The default is `tensix` for TTNN arrays on a card or a simulator,
-            else `ieee`.
-        seconds: work of the search, in seconds of one core of a usual machine. Work is counted by
-            the sizes of the computation, so the load of the machine does not change the result. For
-            a large layer the search does a quarter of the layer's own work in addition. The report
-            lists the parts that were not tried. Infinity tries everything.
+        arithmetic: arithmetic of the hardware, one of `reference.ARITHMETICS`, or its rounding, one
+            of `reference.UNFUSED`. The default is `tensix` for TTNN arrays on a card or a
+            simulator, else `ieee`.
+        seconds: work of the search, in seconds of one core of a typical machine. Work is counted
+            from the sizes of the computation, so the load of the machine does not change the
+            result. For a large layer, the search may do another quarter of the layer's own work.
+            The report lists the parts that were not tried. Infinity tries everything.
 
     Raises:
         ValueError: if no name is a stage of the problem, or the arithmetic is unknown.
@@ -515,7 +515,7 @@ def observe(
             If tokens arrive in chunks, it is called once for each chunk (B, chunk, d_in), with the
             cache that its previous call returned, see `parameter_of_cache`.
         problem: the case and its inputs.
-        framework: of the function's arrays, `torch`, `jax` or `ttnn`.
+        framework: framework of the function's arrays, `torch`, `jax` or `ttnn`.
 
     Raises:
         ValueError: if it returns anything else, or raises an exception.
@@ -556,7 +556,7 @@ def parameter_of_cache(function: Callable[..., Any]) -> str:
     It is None in the first call, and then what the previous call returned as its second value. A
     function without such a parameter, for which this is empty, has its cache in itself.
     """
-    # The signature of a torch module's call is that of any module.
+    # The signature of a torch module's call is the same for any module.
     call = getattr(function, "forward", function)
     try:
         parameters = inspect.signature(call).parameters

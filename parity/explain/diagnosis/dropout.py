@@ -1,4 +1,6 @@
-"""The dropout of observed attention weights, and that of a backward pass that draws it again."""
+"""The dropout of observed attention weights, and the dropout of a backward pass that draws it
+again.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def factors_between(observed: np.ndarray, expected: np.ndarray, dtype: str) -> n
 def redrawn_dropout(
     gradients: Mapping[str, np.ndarray], factors: np.ndarray, reference: Reference
 ) -> list[Edit]:
-    """Return the bug that the backward pass has another dropout, if the gradient of the values
+    """Return the bug that the backward pass has a different dropout, if the gradient of the values
     determines it.
 
     The gradient of a value is a sum over queries, weighted by dropped weights: with as many

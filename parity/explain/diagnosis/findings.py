@@ -84,8 +84,8 @@ class Finding(JsonRecord):
         nearest: for an unexplained stage, the edits that reduce its error most: descriptions, and
             the remaining error.
         num_tried: for an unexplained stage, the number of known bugs that were tried on it.
-        follows: stages that are wrong because of the same cause, in order; the last may be those of
-            a module's own paths, which are not searched after an unknown cause.
+        follows: stages that are wrong because of the same cause, in order; the last may be stages
+            of a module's own paths, which are not searched after an unknown cause.
         part: the part of a module that it is in, with a colon; empty for the stage functions.
     """
 
@@ -408,12 +408,12 @@ class Diagnosis(JsonRecord):
             patterns; then unexplained stages; each in the order of the stages.
         has_stages: True if more than the output was observed.
         malformed: stages that cannot be compared, and why; the others are compared without them.
-        conventions: descriptions of the convention of stages that do not use ours, by stage.
+        conventions: by stage, a description of its convention if that is not ours.
         choice: a description of how the implementation computes differently; it is not a bug.
         untried: the parts of the search that exceeded the time limit.
-        agrees: True if the output agrees all the same.
-        dtypes: of the stages whose dtype is not the problem's.
-        dtype: the problem's.
+        agrees: True if the output agrees nevertheless.
+        dtypes: dtypes of the stages whose dtype is not the problem's.
+        dtype: the problem's dtype.
         taken: the stages of a different convention, converted to the reference's if that is
             possible. JSON omits them.
         sample: the part of a large layer that was searched.
@@ -709,7 +709,7 @@ def excess(stage: str, error: float, ratio: float) -> str:
 
 
 def order_of(stage: str) -> tuple[int, int]:
-    """Return the place of a stage in the data flow, for sorting: its call, then its kind."""
+    """Return the position of a stage in the data flow, for sorting: its call, then its kind."""
     kinds = list(STAGES)
     known = stage_named(stage)
     if known.kind in kinds:
@@ -718,7 +718,7 @@ def order_of(stage: str) -> tuple[int, int]:
 
 
 def _rank_of(finding: Finding) -> int:
-    """Return the place of a finding among others: named, explained, unexplained."""
+    """Return the rank of a finding among others: named, explained, unexplained."""
     if finding.bugs:
         return 0
     if finding.is_explained:

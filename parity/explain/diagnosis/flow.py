@@ -91,7 +91,7 @@ class _WatchedLayer(ChangedLayer):
         return np.zeros((*x.shape[:-1], len(self.parameter(f"{name}.weight"))))
 
     def by_group(self, of_queries: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
-        """Return the products of heads, which another map of heads would change."""
+        """Return the products of heads, which a different map of heads would change."""
         self.names_called.add("per_query_head")
         return super().by_group(of_queries, of_keys)
 
@@ -105,7 +105,7 @@ def flow_of(problem: Problem) -> list[Flow]:
         names = STEPS_OF_A_CALL
     flows = []
     values = _RecordedValues()
-    # The steps of a layer with a cache are those of one call after the other.
+    # The steps of a layer with a cache come one call after the other.
     for name, step in zip(itertools.cycle(names), steps):
         layer.names_called.clear()
         values.names_read.clear()

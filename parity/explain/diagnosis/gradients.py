@@ -1,4 +1,4 @@
-"""Find out why gradients differ from those of the reference.
+"""Find out why gradients differ from the reference's.
 
 The forward stages are diagnosed first. If one of them is wrong, the gradients follow from it.
 Otherwise the gradients are searched in the order of the backward data flow, by the same search as
@@ -211,7 +211,7 @@ class GradientTrial(Trial):
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             # An edit of the forward pass may make arrays that its backward pass does not fit.
             raise ValueError("edits do not fit together") from error
-        # A layer with an edit may lack a weight, such as that of a norm.
+        # A layer with an edit may lack a weight, such as the weight of a norm.
         gradients = {name: gradients.get(name, np.empty(0)) for name in self._names[path]}
         return _named_by_path(gradients, path)
 

@@ -53,7 +53,7 @@ def hidden_bugs(right: Trial, stages: Sequence[str]) -> tuple[str, ...]:
 
 
 def _place(bug: Edit) -> int:
-    """Return the place of a bug in the order of `SUBTLE`."""
+    """Return the rank of a bug in the order of `SUBTLE`."""
     for number, part in enumerate(SUBTLE):
         if part in bug.name:
             return number

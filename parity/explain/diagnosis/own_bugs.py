@@ -26,20 +26,20 @@ def register_bug(
 ) -> None:
     """Make a bug known, in this process, to the diagnosis and to `mha-parity bugs`.
 
-    It is tried after the bugs of this package, and reported like one of them: only if the reference
-    with it reproduces what was observed. It replaces a bug that was registered under its name
-    before.
+    It is tried after the bugs of this package, and reported like one of them, only if the reference
+    with this bug reproduces the observed values. It replaces a bug that was registered earlier
+    under its name.
 
     Args:
         name: its name in reports, lowercase words joined by hyphens.
-        about: its description in a line, such as `the scale is 1 / N instead of 1 / sqrt(H)`.
+        about: a description in one line, such as `the scale is 1 / N instead of 1 / sqrt(H)`.
         edit: takes the specification of a layer, and returns the layer with the bug: a wrong
             `AttentionSpec`; or a mapping from methods of the reference,
             `parity.measure.core.reference.Layer`, to functions that replace them, called as
             `override(layer, original, *inputs)`; or None if the layer cannot have the bug.
-        fix: an instruction in a line.
+        fix: an instruction in one line.
         page: the text of its page, in Markdown, which `mha-parity bugs NAME` prints.
-        stages: names of the stages of which one shows the bug first, such as `scores`.
+        stages: names of the stages, one of which shows the bug first, such as `scores`.
 
     Raises:
         TypeError: if an argument has a wrong type.

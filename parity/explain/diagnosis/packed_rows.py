@@ -24,10 +24,10 @@ class RowOrder:
         kind: `whole`, all heads of one projection, then of the next; `grouped`, all projections of
             a group, then of the next group; `partly`, keys and values by group, and queries whole;
             `blocks`; `feature`, all projections of one feature, then of the next feature; or
-            `axes`, another order of the axes of heads, features and projections.
+            `axes`, a different order of the axes of heads, features and projections.
         letters: the order of the projections.
         words: a description.
-        rows: for each packed row its number among those of the projections, one after the other.
+        rows: for each packed row its number among the rows of the projections, one after the other.
         blocks: the number of blocks.
     """
 

@@ -2,8 +2,8 @@
 narrower dtype.
 
 The size of an error proves nothing: the budget of a narrower dtype would explain nearly anything.
-The reference with the loss must reproduce the values, and those of a layer in a narrower dtype must
-also be numbers of that dtype.
+The reference with the loss must reproduce the values, and the values of a layer in a narrower dtype
+must also be representable in that dtype.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _lost_in(
 
 
 def _is_of(x: np.ndarray, dtype: str) -> bool:
-    """Return True if all numbers are numbers of a dtype."""
+    """Return True if all values are representable in a dtype."""
     if not is_floating(x.dtype):
         return False
     with np.errstate(over="ignore"):

@@ -142,12 +142,12 @@ def diagnose_ranks(
 
     Args:
         observed: the stages of each rank, in order, by the names of `STAGES`, in arrays of any
-            framework. Ranks that share heads have the stages of their own heads, and as `output`
-            their summand. Ranks that share tokens have the stages of their own tokens, in order and
-            equally many, and optionally `grad.query`.
-        problem: of the whole layer, without a cache.
+            framework. Ranks that share heads have the stages of their own heads, and their part of
+            the sum as `output`. Ranks that share tokens have the stages of their own tokens, in
+            order and the same number each, and optionally `grad.query`.
+        problem: problem of the whole layer, without a cache.
         tensor: number of ranks that share the heads.
-        tokens: number of ranks that share the tokens. One of both is 1.
+        tokens: number of ranks that share the tokens. One of the two is 1.
 
     Raises:
         ValueError: if a rank is missing or has none of these stages, both or neither are divided,

@@ -1,8 +1,8 @@
 """Conventions of recorded stages: other axes, before RoPE, a mask with True for visible keys; and
 their conversion.
 
-A stage that differs may be right in another convention. The stages after it decide: if they agree
-with the reference, nothing is wrong.
+A stage that differs may be right in a different convention. The stages after it decide: if they
+agree with the reference, nothing is wrong.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _over_heads(attn_weights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _RecordedForm:
-    """A form in which a stage may be recorded, with more or fewer numbers than the reference.
+    """A form in which a stage may be recorded, with more or fewer elements than the reference.
 
     Attributes:
         words: a description that follows the name of the stage; empty for the reference's form.
@@ -154,7 +154,7 @@ class _Reader:
                 words = f"has dtype {x.dtype}"
             as_ours = Reading(words, typed, is_certain=True, masked=self.unused)
             return StageReadings(as_ours, as_ours)
-        # As recorded it differs. It may agree in other axes, or in another convention.
+        # As recorded it differs. It may agree in other axes, or in a different convention.
         shaped = list(self._shaped(typed))
         agreed = next(self._agreeing(typed, shaped), None)
         if not shaped:
@@ -258,7 +258,7 @@ class _Reader:
             yield _RecordedForm("has the sinks as a first column", wider, _without_first_column)
 
     def _resized(self, axis: str, size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a shape with another size of one axis."""
+        """Return a shape with a different size of one axis."""
         if axis not in self.stage.axes:
             return shape
         place = self.stage.axes.index(axis)
@@ -330,7 +330,7 @@ class _Reader:
         if quantity in ("q", "k", "cache.keys"):
             if spec.rope is not None:
                 for values in _in_other_pairs(x, spec.rope):
-                    yield "has its RoPE pairs in another order", values
+                    yield "has its RoPE pairs in a different order", values
             wide, scale = x.astype(np.float64), spec.score_scale
             if quantity == "q":
                 yield "is recorded after the scale", (wide / scale).astype(x.dtype)

@@ -134,7 +134,7 @@ class Remembered:
     def _product_of_rows(
         self, side: str, layer: ChangedLayer, x: np.ndarray, weight: np.ndarray
     ) -> np.ndarray | None:
-        """Return an input times a weight whose rows are those of the problem's weights.
+        """Return an input times a weight whose rows come from the problem's weights.
 
         Known products have them already. None if the weight has other rows.
         """
@@ -154,8 +154,8 @@ class Remembered:
     ) -> dict[str, tuple[np.ndarray, np.ndarray]] | None:
         """Return the projections that a weight's rows come from, None if one is unknown.
 
-        Each has its rows and their places in the weight. Packed weights that were read in another
-        order consist of such rows.
+        Each has its rows and their positions in the weight. Packed weights that were read in a
+        different order consist of such rows.
         """
         own_weights = layer.problem.weights
         if not self._rows:
@@ -243,7 +243,7 @@ def product_of(
 
 
 def _in_runs(rows: np.ndarray, places: np.ndarray) -> Iterator[tuple[slice, slice]]:
-    """Yield runs of consecutive rows and places, usually heads, so that slices need no copy."""
+    """Yield runs of consecutive rows and positions, usually heads, so that slices need no copy."""
     breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(places) != 1)) + 1
     for run, run_places in zip(np.split(rows, breaks), np.split(places, breaks), strict=True):
         yield slice(run[0], run[-1] + 1), slice(run_places[0], run_places[-1] + 1)

@@ -151,7 +151,7 @@ class _StepsOfTokens:
 
 
 def _in_place(values: Values, rows: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
-    """Return context and gate in their places among all query tokens; 0 elsewhere."""
+    """Return context and gate at their positions among all query tokens; 0 elsewhere."""
     placed = {}
     for name, axis in (("context", 2), ("gate", 1)):
         if name in values:

@@ -52,7 +52,7 @@ class Part:
 
     Attributes:
         problem: the problem, or the sampled one.
-        observed: its stages; those of a sample without the ones of unknown axes.
+        observed: its stages; for a sample without the ones of unknown axes.
         remembered: known projections.
         words: a description of the sample; empty for a whole problem.
         judged: the stages to compare; all by default.
@@ -447,7 +447,7 @@ def in_order(problem: Problem, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def _shapes_of(problem: Problem, stage: Stage) -> list[tuple[int, ...]]:
-    """Return the shapes of a stage: that of the reference, and that after the repeat of keys and
+    """Return the shapes of a stage: in the reference, and after the repeat of keys and
     values for the query heads. Empty for gradients and unknown stages.
     """
     case, spec = problem.case, problem.spec

@@ -2,8 +2,8 @@
 
 For each stage that differs, in the order of the data flow, candidates are tried in one order: known
 bugs alone, cheap ones first; known bugs that only lose precision; pairs of known bugs; and
-patterns, whose numbers are fitted to the stage. An edit explains a stage if the reference, which is
-computed with it from the observed stages before, differs by rounding alone, and no other stage
+patterns, whose parameters are fitted to the stage. An edit explains a stage if the reference, which
+is computed with it from the observed stages before, differs by rounding alone, and no other stage
 becomes wrong.
 
 A *part* of a trace is what is searched at once: the stage functions, then each path of a module. A
@@ -62,7 +62,7 @@ is chance.
 
 LEFT_BY_LOSS = 0.1
 """The share of the mean error that a loss of precision may leave, in dtypes in which it shows; and
-that another rounding may leave."""
+that a different rounding may leave."""
 
 REPEATED = 2.0
 """The largest error of a module's path, in multiples of the change by a loss of precision."""
@@ -622,9 +622,9 @@ class _Question:
         """Return True if more edits leave only rounding in the stage."""
         trial = self.trial
         edits = (*self.edits, *added)
-        # The budget of each edited layer is expensive; that of the right layer is close to it. Not
-        # so for lost precision, but a bug that explains much less than nearly all may be the loss
-        # in another part.
+        # The budget of each edited layer is expensive; the budget of the right layer is close to
+        # it. Not so for lost precision, but a bug that explains much less than nearly all may be
+        # the loss in another part.
         if trial.judgement(self.stage, edits, quick=True).ratio > FAR_OFF:
             return False
         first, *others = added
@@ -642,7 +642,7 @@ class _Question:
         return self.trial.judgement(self.stage, (*self.edits, edit)).ratio <= NEARLY
 
     def _is_reproduced_by(self, edits: Edits) -> bool:
-        """Return True if a loss of precision reproduces the stage, as far as numbers of the layer's
+        """Return True if a loss of precision reproduces the stage, as far as values of the layer's
         dtype can show.
         """
         trial = self.trial
@@ -651,8 +651,8 @@ class _Question:
         return self._leaves_little(self.expected, trial.stage(self.stage, edits))
 
     def _is_rounded_alike(self, edits: Edits) -> bool:
-        """Return True if another rounding reproduces the stage in its own dtype: budgets in 16 bits
-        are wider than a step between stored numbers.
+        """Return True if a different rounding reproduces the stage in its own dtype: budgets in 16
+        bits are wider than a step between stored values.
         """
         trial = self.trial
         dtype = kept_dtype(self.stage, trial.problem.dtype)
@@ -772,7 +772,7 @@ def _is_among(bug: Edit, injected: Collection[tuple[str, str, frozenset[int] | N
 
 
 def _without_needless_limits(question: _Question, explaining: list[Edits]) -> list[Edits]:
-    """Return the bugs that explain a stage without those of some calls alone that explain no more
+    """Return the bugs that explain a stage without bugs of some calls alone that explain no more
     than a bug of every call, which is simpler.
 
     A bug of every call that leaves other calls wrong also has a form for some calls, which stays.
@@ -918,7 +918,7 @@ def _unexplained(trial: Trial, stage: str, edits: Edits, work: Work) -> Finding:
     if trial.scope.is_quick:
         return finding
     description = trial.describe(
-        stage, edits, partial(work.inside, "numbers and parts of the layer")
+        stage, edits, partial(work.inside, "parameters and parts of the layer")
     )
     if sample_of(trial.problem) is not None and description is not None:
         description = _of_sample(description)

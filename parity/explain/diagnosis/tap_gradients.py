@@ -1,4 +1,4 @@
-"""The gradients of a tapped training step: those of a layer whose forward pass is right."""
+"""The gradients of a tapped training step: of a layer whose forward pass is right."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def specs_of_layers(specs: Specs | PlainSpecs, layers: Sequence[TappedLayer]) ->
 
     Raises:
         TypeError: if they are anything else.
-        ValueError: if a list of plain specifications has another length than the tapped layers.
+        ValueError: if a list of plain specifications has the wrong length than the tapped layers.
     """
     rule = "be AttentionSpecs by index, one for each tapped layer, or from parity.specs_of"
     if isinstance(specs, Mapping):
@@ -61,7 +61,7 @@ def weights_of_layers(
 
     Raises:
         TypeError: if they are anything else.
-        ValueError: if a list of weights has another length than the tapped layers.
+        ValueError: if a list of weights has the wrong length than the tapped layers.
     """
     rule = "be the weights of each layer, by index, by name, or one mapping for each tapped layer"
     if isinstance(weights, str) or not isinstance(weights, (Mapping, Sequence)):
@@ -79,7 +79,7 @@ def _indices(what: str, count: int, layers: Sequence[TappedLayer]) -> list[int]:
     """Return the index of each tapped layer, which a list has one entry for.
 
     Raises:
-        ValueError: if the list has another length, or two layers have one index.
+        ValueError: if the list has the wrong length, or two layers have one index.
     """
     indices = [layer.index for layer in layers]
     if count != len(indices):

@@ -42,7 +42,7 @@ class LayerDifference(JsonRecord):
         names: of the modules.
         tokens: number of tokens, over all sequences, that both have.
         errors: by stage, and for `input` and `key_input`: root mean square of the difference,
-            relative to that of the first. Infinite if shapes differ.
+            relative to the root mean square of the first. Infinite if shapes differ.
         grows: the stages that are further apart than the input explains, in order.
     """
 
@@ -142,8 +142,8 @@ def compare_taps(one: Tapped, other: Tapped) -> TapDifference:
     """Compare two recordings, layer by layer, each token with the token of the other at the same
     position.
 
-    A prompt at once may be compared with a prompt in steps. Layers are matched by their index,
-    prompts by their order.
+    A prompt in one call may be compared with the same prompt in steps. Layers are matched by their
+    index, prompts by their order.
 
     Args:
         one, other: recordings of the same tokens.
@@ -192,7 +192,7 @@ def _pairs(one: Tapped, other: Tapped) -> tuple[list[tuple[TappedLayer, TappedLa
 
 
 def _called_layers(tapped: Tapped) -> dict[tuple[int, int], TappedLayer]:
-    """Return the layers that were called, by their index and their number among those of one
+    """Return the layers that were called, by their index and their number among the layers of one
     index: encoders and decoders may have the same.
     """
     layers: dict[tuple[int, int], TappedLayer] = {}
@@ -300,7 +300,7 @@ class _CommonSequence:
     Attributes:
         key: its prompt and its number in the batch.
         one, other: the sequence in each recording.
-        places_of_one, places_of_other: the places of the common tokens in each.
+        places_of_one, places_of_other: the positions of the common tokens in each.
     """
 
     key: SequenceKey
@@ -372,7 +372,9 @@ def _squares(x: np.ndarray, y: np.ndarray) -> _Squares:
 
 
 def _relative_error(parts: list[_Squares]) -> float:
-    """Return the root mean square of a difference over that of the first of the two."""
+    """Return the root mean square of a difference over the root mean square of the first of the
+    two.
+    """
     difference, size = 0.0, 0.0
     for part in parts:
         difference += part.difference * part.num_values

@@ -37,8 +37,8 @@ TOKENS = {
 """The token axis along which values are joined."""
 
 OF_KEYS = ("key_input", "value_input", "key_is_real", "k", "v")
-"""Values without query tokens if keys come from another sequence: those of the first call apply to
-all.
+"""Values without query tokens if keys come from another sequence: the values of the first call
+apply to all.
 """
 
 CACHED_PARTS = {"k": "keys", "v": "values"}
@@ -68,8 +68,7 @@ class Sequences:
         tokens: indices of the real tokens in the calls.
         chunks: number of real tokens of each call.
         values: recorded values of real tokens, joined over the calls, by the names of `VALUES`.
-        caches: by call and name, the attended keys and values, if they differ from those of the
-            calls.
+        caches: by call and name, the attended keys and values, if they differ from the calls' own.
         first_call: `keys` and `values` of the first call: of all sequences of the batch, padding
             included, as a quantized cache computes its scales.
         quantization: of the cache; None if it stores keys and values as they are.
@@ -121,7 +120,7 @@ class Sequences:
 
     @property
     def gradients(self) -> dict[str, np.ndarray]:
-        """The gradients of stages, if that of the output was recorded."""
+        """The gradients of stages, if the gradient of the output was recorded."""
         if "grad.output" not in self.values:
             return {}
         gradients = {name: x for name, x in self.values.items() if name.startswith("grad.")}
@@ -207,7 +206,7 @@ class Sequences:
     ) -> Problem:
         """Return the problem of the layer's own input, all tokens at once.
 
-        With `shared_kv` its keys and values are those of `source`, or the recorded ones.
+        With `shared_kv` its keys and values come from `source`, or the recorded ones.
         """
         x, inputs = self.values["input"], self._inputs(spec)
         if spec.shared_kv:
@@ -236,7 +235,9 @@ class Sequences:
         return Problem(case, dtype, in_dtype, inputs)
 
     def _position_ids(self, spec: AttentionSpec) -> np.ndarray | None:
-        """Return the recorded positions; by default those of a text, also on several axes."""
+        """Return the recorded positions; by default the positions of a text, also on several
+        axes.
+        """
         in_order = np.arange(self.values["input"].shape[1])[None]
         positions = self.values.get("positions")
         # In cross-attention, the positions of another call may have been recorded.
@@ -367,7 +368,7 @@ def sequences_of(layer: TappedLayer) -> list[Sequences]:
 
 
 def sequences_by_prompt(layer: TappedLayer) -> list[list[Sequences]]:
-    """Return the recorded sequences, those of each prompt and its steps together: all sequences of
+    """Return the recorded sequences, each prompt and its steps together: all sequences of
     a batch.
 
     Raises:
@@ -402,7 +403,7 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
                 )
             if "key_input" in after.values:
                 raise InputError(
-                    layer.name, "attend to one sequence from the first token on", "another one"
+                    layer.name, "attend to one sequence from the first token on", "a different one"
                 )
     return [_continued(calls) for calls in runs]
 
@@ -479,7 +480,7 @@ def _is_real(calls: list[TappedCall]) -> np.ndarray:
 
 
 def _joined_values(calls: list[TappedCall], total: int) -> dict[str, np.ndarray]:
-    """Return the values of all calls, as one array each; values of keys and queries have a place
+    """Return the values of all calls, as one array each; values of keys and queries have an entry
     for every token.
     """
     first = calls[0].values
@@ -583,7 +584,7 @@ def _taken(
 def _taken_cache(
     cached: np.ndarray, rows: np.ndarray, tokens: np.ndarray, *, is_cross: bool
 ) -> np.ndarray:
-    """Return some sequences of cached keys or values, and those of the tokens that it has."""
+    """Return some sequences of cached keys or values, and of the tokens that it has."""
     if is_cross:
         return cached[rows]
     return cached[rows][:, :, tokens[tokens < cached.shape[2]]]

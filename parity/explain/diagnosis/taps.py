@@ -49,7 +49,7 @@ from parity.port.tapping.record import Tapped, TappedLayer
 __all__ = ["LayerVerdict", "TapVerdict", "check_tap"]
 
 OTHER_LAYER = "configuration-of-another-layer"
-"""The name of the bug that a layer is computed with the specification of another one."""
+"""The name of the bug that a layer is computed with the specification of a different one."""
 
 GAP = "padding lies between its real tokens, and it is unknown whether {fields} counts padding"
 """Reason why sequences are not compared."""
@@ -72,11 +72,11 @@ def check_tap(
     cache_quantization: CacheQuantization | None = None,
     diagnoses: bool = True,
 ) -> TapVerdict:
-    """Compare each layer of a recording by itself with the float64 reference for the layer's own
+    """Compare each layer of a recording, on its own, with the float64 reference for the layer's own
     input.
 
-    Prompt and steps are joined, padding is left out. If several layers are wrong, the findings of
-    the first are tried before a new search.
+    A prompt and its steps are joined, and padding is left out. If several layers are wrong, the
+    findings of the first are tried before a new search.
 
     Args:
         tapped: the recording.
@@ -386,8 +386,8 @@ def _compared(
 def _of_other_keys(
     sequences: Sequences, reference: Reference, backend: str, arithmetic: str
 ) -> list[Comparison]:
-    """Return the keys and values of another sequence in later calls that differ from those of the
-    first call.
+    """Return the keys and values of another sequence in later calls that differ from the first
+    call's.
     """
     if not sequences.is_cross:
         return []
@@ -503,7 +503,7 @@ def _edit_as_in_another(
 
 
 def _fields_to_take(spec: AttentionSpec, other: AttentionSpec) -> list[list[str]]:
-    """Return the fields to take from another specification: each that differs, then all."""
+    """Return the fields to take from a different specification: each that differs, then all."""
     own = spec.values()
     differing: list[str] = []
     for name, value in other.values().items():
@@ -515,7 +515,7 @@ def _fields_to_take(spec: AttentionSpec, other: AttentionSpec) -> list[list[str]
 def _is_right(
     layer: TappedLayer, sequences: Sequences, problem: Problem, spec: AttentionSpec
 ) -> bool:
-    """Return True if every stage is right with another specification."""
+    """Return True if every stage is right with a different specification."""
     problem = replace(problem, case=replace(problem.case, spec=spec))
     return first_difference(_compared_stages(sequences, problem, layer)[0]) is None
 

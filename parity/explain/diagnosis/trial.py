@@ -85,12 +85,13 @@ class LayerKey(NamedTuple):
 
 @dataclass(eq=False)
 class _EditedLayer:
-    """A layer with edits, and those of its steps that were computed.
+    """A layer with edits, and the steps of it that were computed.
 
     Attributes:
         key: the settings on which its steps depend.
         overridden: the methods that its edits override.
-        is_replaced: True if all of the layer is another, so that no step is that of the right one.
+        is_replaced: True if all of the layer is replaced, so that no step is a step of the right
+            one.
         is_registered: True if code of a user or another package may run.
         is_in_some_calls: True if some calls of a cache lack some of its edits.
         steps: its steps as functions; None until the first of them runs.
@@ -206,7 +207,7 @@ class Trial:
         return other
 
     def with_choice(self, choice: Choice) -> Trial:
-        """Return the trial with another choice; it shares the results in float64."""
+        """Return the trial with a different choice; it shares the results in float64."""
         other = copy(self)
         other.choice = choice
         other._forget()
@@ -298,7 +299,7 @@ class Trial:
         return [name for name in stages if name in judged]
 
     def of_path(self, path: str) -> list[str]:
-        """Return the compared stages of a path of a module; for an empty path, those of the stage
+        """Return the compared stages of a path of a module; for an empty path, of the stage
         functions.
         """
         return [name for name in self.stages if stage_named(name).path == path]
@@ -367,7 +368,7 @@ class Trial:
         return self._losses_by_steps[steps]
 
     def _in_scope(self, known: list[Edit]) -> list[Edit]:
-        """Return those of some bugs that the search tries."""
+        """Return the bugs among these that the search tries."""
         only = self.scope.only
         if only is None:
             return known
@@ -430,7 +431,7 @@ class Trial:
         fit together.
 
         It runs the earlier steps that later ones depend on and that were not observed. Steps
-        without an edit are those of the right layer.
+        without an edit are the right layer's.
         """
         values = dict(self.observed)
         changed = set(self.observed)
@@ -452,7 +453,7 @@ class Trial:
         return values, step
 
     def _in_call_of(self, index: int, layer: _EditedLayer) -> _EditedLayer:
-        """Return a layer with those of its edits that the call of a step has."""
+        """Return a layer with only the edits that the call of a step has."""
         if not layer.is_in_some_calls:
             return layer
         call = stage_named(self.steps[index][0]).step
@@ -525,8 +526,8 @@ class Trial:
         return step | missing
 
     def _of_reference(self, dtype: str, arithmetic: str) -> Sequence[dict[str, np.ndarray]]:
-        """Return the stages of the right layer that are already computed, step by step; none if
-        those of the dtype and the arithmetic are not.
+        """Return the stages of the right layer that are already computed, step by step; none if the
+        steps of the dtype and the arithmetic are not.
         """
         if arithmetic:
             return ()
@@ -570,8 +571,8 @@ class Trial:
                 self._bytes += _num_bytes(values)
 
     def cost(self, index: int, edit: Edit) -> int:
-        """Return the number of steps from the first that an edit changes to another one: these are
-        computed again.
+        """Return the number of steps from the first that an edit changes to a different one: these
+        are computed again.
         """
         for step, flow in enumerate(self._flow[1 : index + 1], 1):
             if not flow.methods.isdisjoint(edit.overrides):
@@ -580,7 +581,7 @@ class Trial:
 
     @cached_property
     def _flow(self) -> list[Flow]:
-        """Return the dependencies of each step of the right layer; empty for nudged numbers."""
+        """Return the dependencies of each step of the right layer; empty for nudged values."""
         if self._is_nudged:
             return []
         return flow_of(self.problem) if self._right is None else self._right._flow
@@ -632,7 +633,7 @@ class Trial:
             return NOT_MEASURED
         spend_on(expected)
         compared = self.compared(stage, expected)
-        # Numbers that a quantized cache may round either way are others with each edit: the budget
+        # Values that a quantized cache may round either way are others with each edit: the budget
         # of the right layer says nothing about them.
         is_quantized = self.problem.case.cache_quantization is not None
         if quick and not is_quantized:
@@ -657,7 +658,7 @@ class Trial:
         compared.
 
         A number in the middle between two narrower ones may be rounded either way. A few such
-        numbers decide the largest difference, but not the mean.
+        values decide the largest difference, but not the mean.
 
         Args:
             stage: the stage.
@@ -702,8 +703,8 @@ class Trial:
         dtype: str = "",
         form: Form = np.asarray,
     ) -> dict[str, float]:
-        """Return the budget of a stage with edits, in a form; in a dtype, by default that of the
-        problem.
+        """Return the budget of a stage with edits, in a form; in a dtype, by default the
+        problem's.
         """
         if stage_named(stage).is_exact:
             return NOTHING
@@ -720,7 +721,7 @@ class Trial:
         return self._budgets[key]
 
     def _about_allowed(self, stage: str, expected: np.ndarray) -> dict[str, float]:
-        """Return the budget of the right layer for values of another size: noise grows with
+        """Return the budget of the right layer for values of a different size: noise grows with
         them.
         """
         if stage_named(stage).is_exact:
@@ -769,7 +770,9 @@ class Trial:
         return wrong
 
     def is_right_as_a_whole(self, stage: str, edits: Edits) -> bool:
-        """Return True if a stage is that of the layer with edits, whatever was observed before."""
+        """Return True if a stage equals the one of the layer with edits, whatever was observed
+        before.
+        """
         return self.right.agrees(stage, self.observed[stage], edits, self._masked.get(stage))
 
     def is_computed_from(self, stage: str, names: Collection[str], edits: Edits) -> bool:
@@ -803,14 +806,14 @@ class Trial:
         edits: Edits,
         limited: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Description | None:
-        """Describe where and by which pattern a stage differs from the one with edits; None if it
-        has another shape.
+        """Describe where and by which pattern a stage differs from the one with edits; None if its
+        shape differs.
 
         Args:
             stage: the stage.
             edits: of the expected values.
-            limited: a context that raises a TimeoutError if numbers of the specification, or parts
-                of the layer, exceed the limit of work.
+            limited: a context that raises a TimeoutError if parameters of the specification, or
+                parts of the layer, exceed the limit of work.
         """
         expected = self.stage(stage, edits)
         actual = self._actual(stage, expected)
@@ -846,7 +849,7 @@ class Trial:
 
 
 class WholeTrial(Trial):
-    """The trial of a large layer as a whole: its right stages are those of the reference, which may
+    """The trial of a large layer as a whole: its right stages are the reference's, which may
     lack scores.
 
     It answers whether a stage agrees. Stages after the scores cannot be computed with edits.

@@ -21,8 +21,8 @@ from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.core.weights import is_floating
 
 FAR_FROM_CHOICE = 16.0
-"""The ratio of a stage above which another choice of precision does not make it right, unless it is
-one of the scores or attention weights.
+"""The ratio of a stage above which a different choice of precision does not make it right, unless
+it is one of the scores or attention weights.
 """
 
 AllReadings = Mapping[str, StageReadings]
@@ -42,7 +42,7 @@ class StageView:
     Attributes:
         trial: the reference, and the stages.
         before: the error of each stage, computed from the stages before it.
-        conventions: descriptions of stages that are recorded in another convention.
+        conventions: descriptions of stages that are recorded in a different convention.
         malformed: stages that cannot be compared, and why.
     """
 
@@ -57,7 +57,7 @@ class StageView:
         return [stage for stage, judgement in self.before.items() if judgement.ratio > 1.0]
 
     def may_be_right_with(self, choice: Choice) -> bool:
-        """Return True if a stage that differs may be right with another choice.
+        """Return True if a stage that differs may be right with a different choice.
 
         A choice for the softmax alone changes attention weights. The stages after them become only
         a little less exact.
@@ -204,7 +204,7 @@ class WholeStageView:
 
     Attributes:
         values: stages in the reference's convention, without those that cannot be converted.
-        agreed: the stages that are right as a whole, some of them in another convention.
+        agreed: the stages that are right as a whole, some of them in a different convention.
         conventions: descriptions of how stages are recorded.
         malformed: stages that cannot be compared, and why.
         choice: how the layer computes differently.
@@ -262,7 +262,8 @@ def whole_views(stages: Mapping[str, np.ndarray], right: WholeTrial) -> list[Who
 
 
 def _may_be_a_choice(all_readings: AllReadings, agreeing: ChosenReadings, right: Trial) -> bool:
-    """Return True if stages that differ may do so because the layer computes in another valid way.
+    """Return True if stages that differ may do so because the layer computes in a different but
+    valid way.
 
     The noise of all stages but scores and attention weights grows by a small factor only.
     """

@@ -2,7 +2,7 @@
 error most.
 
 A search in samples finds the bug. The stage that differs, the size of its error and its place are
-those of the whole.
+from the whole.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class WholeStages(Mapping[str, Comparison]):
         """Return the comparison of a stage with the reference, unless it is known."""
         full_name, dtype = self._prefix + name, self._reference.problem.dtype
         known = self._known.get(full_name)
-        # A recorded stage with other axes was not measured; here it has those of the reference.
+        # A recorded stage with other axes was not measured; here it has the axes of the reference.
         if known is not None and (known.passed or known.worst_values is not None):
             return known
         x = self._observed[name]
@@ -147,7 +147,7 @@ class WholeStages(Mapping[str, Comparison]):
         return _size_by_token(error, axis) / (allowed + ROOM)
 
     def _error(self, name: str, expected: np.ndarray) -> np.ndarray:
-        """Return the absolute error of each used number; that of a wrong NaN is infinite."""
+        """Return the absolute error of each used number; for a wrong NaN it is infinite."""
         with np.errstate(over="ignore", invalid="ignore"):
             error = np.abs(self._observed[name].astype(np.float64) - expected)
         is_nan = np.isnan(error)
@@ -160,7 +160,7 @@ class WholeStages(Mapping[str, Comparison]):
 
 
 def _size_by_token(x: np.ndarray, axis: int) -> np.ndarray:
-    """Return the root mean square of each token's values, that of the sequence in which it is
+    """Return the root mean square of each token's values, in the sequence in which it is
     largest.
     """
     of_tokens = np.moveaxis(x, axis, 1).reshape(x.shape[0], x.shape[axis], -1)

@@ -188,7 +188,7 @@ def spend_on(*arrays: np.ndarray) -> None:
 
 
 def run(step: Step, values: Values) -> dict[str, np.ndarray]:
-    """Run a step of a layer, and add its work to that of its products."""
+    """Run a step of a layer, and add its work to the work of its products."""
     stages = step(values)
     computed = []
     for x in stages.values():
@@ -216,6 +216,8 @@ class CountedArithmetic(Arithmetic):
         return super().simplest_product(a, b, start)
 
     def excess_noise(self, a: np.ndarray, b: np.ndarray, product: np.ndarray) -> np.ndarray:
-        """Return random rounding errors of the simplest order in excess of those of a product."""
+        """Return random rounding errors of the simplest order in excess of the errors of a
+        product.
+        """
         spend(PER_NOISE * product.size + PER_FACTOR * (a.size + b.size))
         return super().excess_noise(a, b, product)

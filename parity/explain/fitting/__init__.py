@@ -1,4 +1,4 @@
-"""Fit the few numbers behind an observed array: the mathematics of diagnosis and identification.
+"""Fit the few parameters behind an observed array: the mathematics of diagnosis and identification.
 
 - `rotation`: by which angles pairs of features were rotated, and at which positions.
 - `thetas`: which base of RoPE has some frequencies, and bases in use.

@@ -46,7 +46,7 @@ def band_of(
         cells: cells that count, an array that broadcasts against the mask; all by default.
 
     Returns:
-        None if the mask has another pattern, or shows nothing.
+        None if the mask has a different pattern, or shows nothing.
     """
     distances = np.broadcast_to(distances, hidden.shape)
     if cells is None:

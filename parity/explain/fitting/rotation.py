@@ -55,7 +55,8 @@ def fit_rotation(before: np.ndarray, after: np.ndarray, positions: np.ndarray) -
     Returns:
         None if no two consecutive tokens have consecutive positions.
     """
-    # The angle of each number is that of a pair's rotation, its size the weight of the observation.
+    # The angle of each number is the angle of a pair's rotation, its size the weight of the
+    # observation.
     cross = after * before.conj()
     # Sequences at the same positions are one sample.
     if len(positions) > 1:

@@ -1,7 +1,7 @@
 """Identify attention layers of a live model by observation.
 
 - `Identification`: the specification and weights of a layer, and the evidence for them.
-- `observe`: the recorded calls of a layer; `observe_flax` those of JAX, by `program`,
+- `observe`: the recorded calls of a layer; `observe_flax` does so in JAX, by `program`,
   `attention_finder` and `arrangement`.
 - `fit`: the fields of the specification that explain them, one module for each kind; `evidence`
   collects them.

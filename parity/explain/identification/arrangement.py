@@ -38,7 +38,7 @@ class HeadOrder:
     """The order of heads in which consecutive query heads use one key/value head.
 
     Attributes:
-        query_heads: index of each query head among those of the module.
+        query_heads: index of each query head among the heads of the module.
         kv_heads: indices of the distinct key/value heads among repeated ones.
     """
 
@@ -57,9 +57,9 @@ class ArrangedAttention:
         axes: axes of each stage by name.
         order: the order of heads.
         unscaled: queries and keys before a scalar multiplies them, by the number of the product.
-        factors: numbers that turn products of queries and keys into scores.
+        factors: factors that turn products of queries and keys into scores.
         scale: total factor of the products of queries and keys.
-        norms: places of the norms for queries, keys and values.
+        norms: positions of the norms for queries, keys and values.
         positions: numbers of the positions of queries and keys that can be moved.
     """
 
@@ -127,7 +127,7 @@ class ArrangedAttention:
         if order == sorted(order):
             return ""
         listed = " ".join(map(str, order))
-        description = f"query heads are those of the module in the order {listed}"
+        description = f"the module's query heads are in the order {listed}"
         tiled = []
         for kv_head in range(num_kv_heads):
             tiled += range(kv_head, len(order), num_kv_heads)

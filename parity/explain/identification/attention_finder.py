@@ -70,7 +70,7 @@ class BiasedProduct:
 
     Attributes:
         output: number of the sum.
-        places: index of each of its numbers in an array (tokens, features) of the product.
+        places: index of each of its elements in an array (tokens, features) of the product.
         bias: number of the bias; None if there is none.
         leaves: names of the parameters that the bias is computed from.
     """
@@ -187,7 +187,7 @@ class AttentionFinder:
         return tuple(sorted(self.names[parameter] for parameter in parameters))
 
     def _as_linear(self, product: Operation) -> Linear | None:
-        """Return a product of an input with parameters; None if it is another product."""
+        """Return a product of an input with parameters; None for any other product."""
         (left_axes, right_axes), batch_axes = product.params["dimension_numbers"]
         left, right = product.inputs
         if any(map(len, batch_axes)) or not left_axes:
@@ -287,8 +287,8 @@ class AttentionFinder:
         return self.linears[nearest.pop()]
 
     def _output_projection(self, context: int) -> tuple[Linear | None, tuple[Linear, ...]]:
-        """Return the projection that receives a context, and those of gates; none if the context is
-        a result.
+        """Return the projection that receives a context, and the projections of gates; none if the
+        context is a result.
 
         Raises:
             ValueError: if the context is used otherwise.
@@ -302,7 +302,9 @@ class AttentionFinder:
                 if operation.name == "mul" or self.program.moved_from(operation) == number:
                     reached += operation.outputs
         if set(self.program.copies_of(context)).isdisjoint(self.program.results):
-            raise InputError("context", "be the input of a projection", "another function of it")
+            raise InputError(
+                "context", "be the input of a projection", "a different function of it"
+            )
         return None, ()
 
     def _gates_between(self, context: int, projected: int) -> tuple[Linear, ...]:
@@ -352,8 +354,8 @@ class AttentionFinder:
 def _moved_places(
     operation: Operation, places: np.ndarray, values: Values
 ) -> list[tuple[int, np.ndarray]]:
-    """Return the outputs of an operation that moves numbers, with the moved places."""
-    if operation.name == "convert_element_type":  # places stay integers
+    """Return the outputs of an operation that moves elements, with the moved positions."""
+    if operation.name == "convert_element_type":  # positions stay integers
         return [(operation.outputs[0], places)]
     others = [values[number] for number in operation.inputs[1:]]
     moved = operation.run(places, *others)

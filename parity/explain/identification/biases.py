@@ -19,12 +19,12 @@ USUAL_DISTANCES = (128, *(2**exponent for exponent in range(3, 13)))
 
 @dataclass(frozen=True)
 class AddedNumbers:
-    """Numbers that are added equally to the scores of each sequence.
+    """Values that are added equally to the scores of each sequence.
 
     Attributes:
         values: (N, T, S).
         hidden: keys that queries do not attend to, (T, S).
-        tolerance: largest error of these numbers.
+        tolerance: largest error of these values.
     """
 
     values: np.ndarray
@@ -42,7 +42,7 @@ class AddedNumbers:
         return key_distances(*self.hidden.shape)
 
     def is_near(self, values: np.ndarray) -> bool:
-        """Return whether the added numbers equal these values, (N, T, S), within the tolerance."""
+        """Return whether the added values equal these values, (N, T, S), within the tolerance."""
         errors = np.abs(values - self.values)[:, ~self.hidden]
         return bool((errors <= self.tolerance).all())
 
@@ -73,11 +73,11 @@ def added_to(
     hidden: np.ndarray,
     description: str,
 ) -> AddedNumbers:
-    """Return the numbers added to expected scores.
+    """Return the values added to expected scores.
 
     Args:
         scores: input of the softmax, (B, N, T, S).
-        expected: scores without these numbers, (B, N, T, S).
+        expected: scores without these values, (B, N, T, S).
         hidden: keys that queries do not attend to, (T, S).
         description: of the expected scores, for messages.
 
@@ -89,7 +89,7 @@ def added_to(
     tolerance = float(CLOSE * np.abs(scores[..., ~hidden]).max())
     error = np.abs(added - values).max()
     if error > tolerance:
-        rule = "be products times a scale, plus numbers that are equal for all sequences"
+        rule = "be products times a scale, plus values that are equal for all sequences"
         raise InputError("scores", rule, f"{description}, an error of {error:.2g}")
     return AddedNumbers(values, hidden, tolerance)
 
@@ -102,7 +102,7 @@ def fit_alibi(added: AddedNumbers, scale: float) -> Alibi | None:
     is not ALiBi.
 
     Args:
-        added: numbers added to scores.
+        added: values added to scores.
         scale: factor of scores, which may also multiply the slopes.
     """
     num_heads = len(added.values)
@@ -132,7 +132,7 @@ def _max_bias(first_slope: float, num_heads: int, digits: int) -> float:
 
 
 def _centered(x: np.ndarray, shown: np.ndarray) -> np.ndarray:
-    """Return numbers of queries and keys minus the row mean over the visible keys; 0 for hidden
+    """Return values of queries and keys minus the row mean over the visible keys; 0 for hidden
     keys.
     """
     counts = np.maximum(shown.sum(axis=-1, keepdims=True), 1)
@@ -150,8 +150,8 @@ def fit_relative_bias(
     or None.
 
     Args:
-        added: numbers added to scores.
-        tables: arrays by name, including those of shape (num_buckets, N).
+        added: values added to scores.
+        tables: arrays by name, including arrays of shape (num_buckets, N).
         max_distances: candidates, the likeliest first.
     """
     distances = added.distances

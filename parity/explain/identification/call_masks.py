@@ -17,7 +17,7 @@ as much.
 
 
 def without_call_mask(layer: ObservedLayer, fitted: FittedLayer) -> ObservedLayer:
-    """Return a layer with those of its sequences alone whose keys its mask does not hide.
+    """Return a layer with only the sequences whose keys its mask does not hide.
 
     Args:
         layer: the observed layer.
@@ -31,7 +31,7 @@ def without_call_mask(layer: ObservedLayer, fitted: FittedLayer) -> ObservedLaye
         if sequences.any():
             fitted.mask = name
             how = (
-                f"argument of the module, whose numbers below {HIDES:.0f} hide keys of some "
+                f"argument of the module, whose values below {HIDES:.0f} hide keys of some "
                 f"sequences"
             )
             fitted.evidence.append(Evidence("mask", name, how))
@@ -45,8 +45,8 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
     Args:
         layer: the observed layer.
         name: of the argument that is its mask; empty if there is none.
-        is_large: whether scores are so large that numbers may not hide keys. Only sequences without
-            hidden keys remain.
+        is_large: whether scores are so large that finite values may not hide keys. Only sequences
+            without hidden keys remain.
 
     Raises:
         ValueError: if the argument is not such a mask.
@@ -55,15 +55,15 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
         return layer
     hidden = _hidden_by(layer, name)
     if hidden is None or (is_large and not _sequences_without(hidden).any()):
-        rule = "be a mask of numbers in each call, for some sequences alone"
-        raise InputError(name, rule, "another")
+        rule = "be a mask of floats in each call, for some sequences alone"
+        raise InputError(name, rule, "a different one")
     if is_large:
         return _with_sequences(layer, _sequences_without(hidden))
     return layer.with_values({**layer.values, "mask": hidden, "call_mask": hidden})
 
 
 def _hidden_by(layer: ObservedLayer, name: str) -> np.ndarray | None:
-    """Return the keys that an argument hides by its numbers, (B, 1, T, S); None if it is another
+    """Return the keys that an argument hides by its values, (B, 1, T, S); None for any other
     array.
     """
     x = layer.arguments.get(name)
@@ -73,7 +73,7 @@ def _hidden_by(layer: ObservedLayer, name: str) -> np.ndarray | None:
         return None
     numbers = x.reshape(-1, 1, num_queries, num_keys)
     hidden = numbers < HIDES
-    # Other numbers than 0 would be a bias.
+    # Values other than 0 would be a bias.
     if batch_size % len(numbers) or numbers[~hidden].any():
         return None
     return np.tile(hidden, (batch_size // len(numbers), 1, 1, 1))

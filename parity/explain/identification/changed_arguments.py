@@ -1,4 +1,4 @@
-"""Other values of an argument of a call: changed numbers, masks, and boundaries of segments."""
+"""Other values of an argument of a call: changed values, masks, and boundaries of segments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INTEGERS = ("torch.int32", "torch.int64")
 """Dtypes of torch that hold boundaries, lengths and numbers of segments, and positions."""
 
 NUDGE = 0.1
-"""Size of the change of numbers: large next to rounding, too small to hide a key."""
+"""Size of the change of values: large next to rounding, too small to hide a key."""
 
 FACTOR = 1.25
 """Factor of a single number."""
@@ -63,7 +63,7 @@ def _boundaries_of(numbers: np.ndarray, num_tokens: int) -> Boundaries | None:
 
 
 def changed_argument(x: Any, num_tokens: int) -> Any:
-    """Return another value of an argument; None if there is no experiment with it."""
+    """Return a different value of an argument; None if there is no experiment with it."""
     if type(x) is float:
         if x == 0.0:
             return None
@@ -78,7 +78,7 @@ def changed_argument(x: Any, num_tokens: int) -> Any:
 
 
 def _changed_numbers(x: Any) -> Any:
-    """Return a tensor of other numbers or booleans."""
+    """Return a tensor with other values."""
     import torch
 
     if not x.numel():
@@ -91,7 +91,7 @@ def _changed_numbers(x: Any) -> Any:
         angles = torch.linspace(0.0, 1.0, x.numel()).reshape(x.shape)
         return x * torch.polar(torch.ones(x.shape), angles).to(x.dtype)
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
-    # Numbers that hide keys stay.
+    # Values that hide keys stay.
     return torch.where(x.abs() < abs(HIDES), x + NUDGE * noise, x)
 
 

@@ -90,7 +90,7 @@ def between_endpoints(layer: ObservedLayer, endpoints: Endpoints) -> ObservedLay
 def describe_endpoints(
     layer: ObservedLayer, endpoints: Endpoints, factor: float = 1.0
 ) -> dict[str, str]:
-    """Describe the place of each endpoint in its module.
+    """Describe where each endpoint is in its module.
 
     Args:
         layer: the layer as observed, not the result of `between_endpoints`.
@@ -165,7 +165,7 @@ def _arguments_of_zeros(
 
 
 def _describe_output(layer: ObservedLayer, attention_output: Described) -> str:
-    """Describe how the module computes its output from that of attention."""
+    """Describe how the module computes its output from the output of attention."""
     reached = [attention_output]
     for _ in range(MOST_STEPS):
         further: list[Described] = []
@@ -175,7 +175,9 @@ def _describe_output(layer: ObservedLayer, attention_output: Described) -> str:
             further += _one_step_further(layer, described)
         reached = further
     start = attention_output.description
-    raise InputError("output", f"be {start}, changed by submodules and arguments alone", "another")
+    raise InputError(
+        "output", f"be {start}, changed by submodules and arguments alone", "something else"
+    )
 
 
 def _one_step_further(layer: ObservedLayer, described: Described) -> Iterator[Described]:

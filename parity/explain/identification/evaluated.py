@@ -52,7 +52,7 @@ class EvaluatedProgram:
     # ---- Constants -------------------------------------------------------------------------------
 
     def is_constant(self, number: int) -> bool:
-        """Return whether a value depends on no argument, and all its numbers are equal."""
+        """Return whether a value depends on no argument, and all its elements are equal."""
         if number in self.finder.varying or self.finder.leaves_of(number):
             return False
         return bool(np.ptp(self.array(number)) == 0)
@@ -76,8 +76,8 @@ class EvaluatedProgram:
         return None
 
     def scalars_between(self, stop: int, target: int, low: float, high: float) -> list[float]:
-        """Return the constant scalars between two bounds that a value is computed from, after
-        another value.
+        """Return the constant scalars between two bounds that a value is computed from, after a
+        given value.
         """
         before = self.program.ancestors([target], [stop])
         scalars = set()

@@ -58,7 +58,7 @@ class FittedLayer:
         evidence: how each field was found.
         is_scaled_before: whether the scale multiplies queries instead of scores.
         endpoints: submodules that receive the inputs and return the output.
-        descriptions: of the place of each endpoint in the module.
+        descriptions: where each endpoint is in the module.
         received: description of the keys and values of another layer, by `key` and `value`.
         from_call: arguments that hold segments, a mask, a bias, positions or a scale, by that part
             of a call.
@@ -119,7 +119,7 @@ class FittedLayer:
             expected = expected + self.weights[f"{name}.bias"]
         if not is_close(expected, as_tokens(submodule.output)[:, rows]):
             rule = "be the product with one matrix"
-            raise InputError(name, rule, f"{submodule.name} returned another")
+            raise InputError(name, rule, f"{submodule.name} returned a different one")
         return bias is not None
 
     def _use_rows(

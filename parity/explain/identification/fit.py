@@ -148,7 +148,7 @@ def _fit_projections(
     fit_clip(layer, layer.linears(), fitted)
     source = _source_of_keys(layer, ropes, fitted, others)
     if source is not None:
-        how = f"keys and values are those of {source.tapped.name}, bit for bit"
+        how = f"keys and values are shared with {source.tapped.name}, bit for bit"
         fitted.add("shared_kv", True, how)
         fitted.received = describe_source(layer, others)
     q = _HeadFit(layer, "q", ropes, config, fitted).fit()
@@ -202,7 +202,8 @@ def _describe_copies(part: str, traced: Traced, num_heads: int, fitted: FittedLa
     """Record as evidence that a projection returns fewer key or value heads than attention
     receives, and their order.
 
-    Consecutive copies are grouped-query attention, and already removed. Copies in another order are
+    Consecutive copies are grouped-query attention, and already removed. Copies in a different order
+    are
     not: its query heads n use key head n // (N / K). So the weights hold copies, and only the
     evidence shows which heads are equal.
     """
@@ -362,7 +363,7 @@ class _HeadFit:
         if part == "q" and rope is not None:
             how = "angles of pairs of queries and keys, before and after"
             if rope.sections is not None:
-                how += "; they are those of integers on each axis"
+                how += "; they belong to integers on each axis"
             self.fitted.evidence.append(Evidence("rope", rope, how, num_tokens))
         if part == "q":
             is_default_scale = math.isclose(traced.factor, head_dim**-0.5)
@@ -374,7 +375,7 @@ class _HeadFit:
 
 
 def _check_axes(layer: ObservedLayer, rope: Rope | None) -> None:
-    """Reject RoPE whose axes differ from those of the model's positions."""
+    """Reject RoPE whose axes differ from the axes of the model's positions."""
     positions = layer.values.get("positions")
     if rope is None or positions is None:
         return
@@ -432,7 +433,7 @@ def _trace_heads(
 
 
 def _possible_factors(layer: ObservedLayer, part: str, head_dim: int) -> list[float]:
-    """Return factors of projections: numbers of the module, and for queries the default scale."""
+    """Return factors of projections: constants of the module, and for queries the default scale."""
     factors = []
     if part == "q":
         factors.append(head_dim**-0.5)
@@ -473,4 +474,4 @@ def _fit_output(layer: ObservedLayer, fitted: FittedLayer) -> None:
         )
         fitted.endpoints["output"] = endpoint_of(linear)
         return
-    raise InputError("output", "be a projection of the context", "another")
+    raise InputError("output", "be a projection of the context", "something else")

@@ -1,4 +1,4 @@
-"""Make fresh inputs for calls that verify a layer: other tokens and numbers of the same shapes."""
+"""Make fresh inputs for calls that verify a layer: other tokens and values of the same shapes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 Method = Literal["drawn", "permuted", "tokens permuted"]
-"""How other inputs are made. Integers are drawn from those of the input, or permuted: placeholders
-of images may need their number. Or the tokens of each input are permuted: their features may hold
-places.
+"""How other inputs are made. Integers are drawn from the integers of the input, or permuted:
+placeholders of images may need their number. Or the tokens of each input are permuted: their
+features may hold positions.
 """
 
 METHODS: tuple[Method, ...] = ("drawn", "permuted", "tokens permuted")
@@ -37,15 +37,15 @@ UNCHANGED = {
     "size",
     "sizes",
 }
-"""Words in the names of inputs that stay as they are: places of tokens, angles for them, segments
-and lengths.
+"""Words in the names of inputs that stay as they are: positions of tokens, angles for them,
+segments and lengths.
 """
 
 
 def fresh_arrays(
     inputs: Mapping[str, np.ndarray], method: Method = "drawn"
 ) -> dict[str, np.ndarray]:
-    """Return arrays of the same shapes with other tokens or numbers. Equal arrays stay equal.
+    """Return arrays of the same shapes with other tokens or values. Equal arrays stay equal.
 
     Args:
         inputs: arrays by name. Booleans, complex numbers and arrays with infinite numbers stay as

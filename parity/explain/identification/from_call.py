@@ -42,7 +42,7 @@ def parts_from_call(layer: ObservedLayer, inputs: Collection[str]) -> dict[str, 
         inputs: names of arguments that are inputs of projections, or added to the output.
 
     Raises:
-        ValueError: if an argument has another effect.
+        ValueError: if an argument has any other effect.
     """
     if layer.call is None:
         return {}
@@ -93,7 +93,7 @@ def _arguments_of(layer: ObservedLayer) -> dict[str, Any]:
 
 
 def _with_argument(layer: ObservedLayer, name: str, value: Any) -> Call:
-    """Return the arguments of a layer's call with another value for one."""
+    """Return the arguments of a layer's call with a different value for one."""
     args, kwargs = layer.call or ((), {})
     if name in kwargs:
         return args, {**kwargs, name: value}
@@ -192,8 +192,8 @@ class _Experiment:
 def with_segments(layer: ObservedLayer, fitted: FittedLayer) -> ObservedLayer:
     """Return a layer with the segments that its call passes, or without any.
 
-    Segments that no argument of the call determines are hidden keys like others, such as those of
-    chunks.
+    Segments that no argument of the call determines are hidden keys like others, such as keys in
+    other chunks.
 
     Raises:
         ValueError: if the layer attends within others.
@@ -215,11 +215,11 @@ def _with_segments_of(layer: ObservedLayer, name: str) -> ObservedLayer:
     batch_size, _, num_tokens, _ = layer.values["q"].shape
     ids = segment_ids_of(layer.numbers.get(name), num_tokens)
     if ids is None:
-        raise InputError(name, "be boundaries, lengths or numbers of segments", "another array")
+        raise InputError(name, "be boundaries, lengths or numbers of segments", "a different array")
     ids = np.broadcast_to(ids, (batch_size, num_tokens))
     observed_ids = layer.values.get(SEGMENTS, ids)
     if not np.array_equal(_same_segments(observed_ids), _same_segments(ids)):
-        raise InputError("segments", f"be those of {name}", "others")
+        raise InputError("segments", f"agree with {name}", "others")
     return layer.with_values({**layer.values, SEGMENTS: ids.copy()})
 
 
@@ -238,7 +238,7 @@ def _segments_in(mask: np.ndarray) -> np.ndarray | None:
     """Return the segment of each token, (B, T), by a mask (B, heads, T, S) that hides other
     segments alone; else None.
 
-    Causal masks that hide earlier chunks too are those of a specification.
+    Causal masks that hide earlier chunks too belong to a specification.
     """
     hidden = is_hidden(mask)
     if hidden.shape[2] != hidden.shape[3] or not (hidden == hidden[:, :1]).all():

@@ -37,7 +37,7 @@ class ObservedGate(NamedTuple):
     Attributes:
         gate: without the bias of its projection.
         projection: the submodule whose features it is the sigmoid of.
-        places: of these features in its output.
+        places: positions of these features in its output.
         bias: added to them.
     """
 

@@ -100,8 +100,8 @@ def name_axes(probe: AxisProbe, attention: Attention, inputs: Mapping[str, int])
 def _axes_of_product(
     evaluated: EvaluatedProgram, attention: Attention
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the contracted axes of queries and keys, and the batch axes that they share: those of
-    keys by those of queries.
+    """Return the contracted axes of queries and keys, and the batch axes that they share: the axes
+    of keys by the axes of queries.
     """
     product = evaluated.program.producer[attention.scores]
     (left_sums, right_sums), (left_batch, right_batch) = product.params["dimension_numbers"]
@@ -154,7 +154,7 @@ def _axes_from_queries(probe: AxisProbe, q_axes: Axes, queries: int, target: int
 def _name_axes_of_values(
     probe: AxisProbe, attention: Attention, v_axes: Axes, context_axes: Axes
 ) -> None:
-    """Add the axes of values that the context has: those of its heads, and the features."""
+    """Add the axes of values that the context has: its heads and the features."""
     name_of = {axis: name for name, axis in context_axes.items()}
     values = attention.operands["v"]
     for axis in range(len(probe.evaluated.shape(values))):

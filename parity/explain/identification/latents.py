@@ -112,7 +112,7 @@ def fit_latents(layer: ObservedLayer, fitted: FittedLayer, q: Traced, k: Traced,
         rule = "be made by one projection with the shared part of keys"
         raise InputError("latents", rule, "several")
 
-    # All heads share the rotated features of keys: those of the first head stand for all.
+    # All heads share the rotated features of keys: the features of the first head stand for all.
     k_rotated = shared_keys.places_by_head[0]
     q_places = q.places_by_head
     order = _interleaved_order(fitted.fields.get("rope"), k_rotated, q_places[:, own_dim:])
@@ -155,7 +155,7 @@ def _project_latent(
 def _project_from_latent(
     name: str, submodule: Submodule, places: np.ndarray, fitted: FittedLayer
 ) -> None:
-    """Use a projection of a latent, by the places (N, features) of its heads.
+    """Use a projection of a latent, by the positions (N, features) of its heads.
 
     Raises:
         ValueError: if it has a bias.
@@ -177,7 +177,7 @@ def _num_shared_features(k: Traced) -> int:
     is_trailing = np.arange(head_dim) >= head_dim - count
     places = k.places_by_head[:, head_dim - count :]
     if not (is_shared == is_trailing).all() or not (places == places[0]).all():
-        raise InputError("keys", "end with features that all heads share", "another order")
+        raise InputError("keys", "end with features that all heads share", "a different order")
     return count
 
 

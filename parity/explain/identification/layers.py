@@ -48,7 +48,7 @@ class LiveLayer(JsonRecord):
         not_ruled: why no rules describe it; empty if rules do.
         refusal: why it has no specification; empty if it has one.
         comparisons: comparison of each recorded stage with the reference; empty if its inputs or
-            its output are not those of attention.
+            its output do not belong to attention.
         identification: result of observation alone.
     """
 
@@ -70,7 +70,7 @@ class LiveLayer(JsonRecord):
 
     def __str__(self) -> str:
         if self.spec is None:
-            return f"{self.name}: refused, {self.refusal}"
+            return f"{self.name}: not identified, {self.refusal}"
         if self.name == self.identification.name and self.identification.spec is not None:
             rules = f"no rules: {self.not_ruled}"
             if self.source == "both":
@@ -96,8 +96,8 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
     """Return the specifications of the attention layers of a live model, each checked by
     observation.
 
-    Rules of a family (see `from_transformers`) and observation (see `identify`) must agree. A layer
-    that only one of them supports is compared with the reference on the inputs.
+    The rules of a family (see `from_transformers`) and observation (see `identify`) must agree. A
+    layer that only one of them supports is compared with the reference on the inputs.
 
     Args:
         model: as in `identify`.

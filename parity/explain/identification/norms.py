@@ -58,7 +58,7 @@ def _one_norm(part: str, traced: Traced) -> tuple[Norm, Weights]:
         # The weights belong to features in their order.
         x = tokens_of(module.input, batch_size, num_tokens)
         if x is None or not np.array_equal(traced.places, np.arange(x.shape[-1])):
-            raise InputError(f"{part}_norm", "return the heads in their order", "another order")
+            raise InputError(f"{part}_norm", "return the heads in their order", "a different order")
     return norm, weights
 
 
@@ -86,7 +86,7 @@ def _norm_of_each_head(part: str, traced: Traced) -> tuple[Norm, Weights]:
 
 
 def _input_feature(source: Submodule, place: int, batch_size: int, num_tokens: int) -> np.ndarray:
-    """Return the input feature (B, T) at a place of the output of a norm."""
+    """Return the input feature (B, T) at a position of the output of a norm."""
     x = tokens_of(source.input, batch_size, num_tokens)
     if x is None:
         raise InputError(source.name, "receive tokens or heads", f"{source.input.shape}")
@@ -120,7 +120,7 @@ def norm_of(submodule: Submodule, over: Literal["head", "width"]) -> tuple[Norm,
 
 
 def _may_be_norm(submodule: Submodule, parameters: Weights, *, per_head: bool) -> bool:
-    """Return whether parameters have the shapes of those of a norm."""
+    """Return whether parameters have the shapes of a norm's."""
     width = submodule.input.shape[-1:]
     if any(x.shape[-1:] != width for x in parameters.values()):
         return False
@@ -175,7 +175,7 @@ def _with_parameters(
 
 
 def _candidate_eps(submodule: Submodule) -> list[float]:
-    """Return candidates for eps: small numbers of the module, or torch's default if it holds
+    """Return candidates for eps: small constants of the module, or torch's default if it holds
     None.
     """
     candidates = []

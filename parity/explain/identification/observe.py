@@ -158,7 +158,7 @@ def matrix_of(module: nn.Module) -> np.ndarray:
 
 
 def _is_convolution(module: nn.Module) -> bool:
-    """Return whether features are on the axis after that of sequences."""
+    """Return whether features are on the axis after the axis of sequences."""
     return hasattr(module, "kernel_size")
 
 
@@ -231,7 +231,9 @@ def _without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any
 
 
 def _add_projections(layer: ObservedLayer, projections: Sequence[Any]) -> None:
-    """Add the projections that a function computed to a layer, including that of the context."""
+    """Add the projections that a function computed to a layer, including the projection of the
+    context.
+    """
     context, output = layer.values.get("context"), layer.values.get("output")
     if not projections or context is None or output is None:
         return

@@ -40,7 +40,7 @@ from parity.measure.core.arrays import to_jax
 from parity.port.tapping.record import TappedCall, TappedLayer
 
 RANDOM = ("random_bits", "threefry2x32")
-"""Primitives that draw numbers."""
+"""Primitives that draw random numbers."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class FlaxObserver:
             self.refusals[module] = "no softmax between two products was seen in its call"
 
     def _name_of(self, leaves: Sequence[str]) -> str:
-        """Return a name for a layer with these parameters, unlike those of earlier layers."""
+        """Return a name for a layer with these parameters, unlike the names of earlier layers."""
         name = ""
         if leaves:
             name = self.model.owner(leaves)
@@ -507,8 +507,8 @@ def _with_one_head_axis(x: np.ndarray) -> np.ndarray:
 
 
 def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:
-    """Return numbers at some places of an array (tokens, width) as such an array, without empty
-    features.
+    """Return the values at some positions of an array (tokens, width) as such an array, without
+    empty features.
     """
     x = np.asarray(x)
     num_tokens = int(places.max()) // width + 1

@@ -75,7 +75,7 @@ class VectorProducts:
 
     def rows_at_own_place(self, added: np.ndarray, hidden: np.ndarray, allowed: float) -> list[int]:
         """Return the rows whose products are added to the scores of each query and the key at its
-        place.
+        position.
         """
         places = np.flatnonzero(~np.diagonal(hidden))
         if not len(places):
@@ -117,7 +117,7 @@ def fit_relative_products(
 
     Args:
         layer: the observed layer.
-        added: numbers that are added to scores, (B, N, T, S); 0 for hidden keys.
+        added: values that are added to scores, (B, N, T, S); 0 for hidden keys.
         hidden: keys that queries do not see, (T, S).
         config: of the model, for distances that a short input cannot show.
         fitted: collects the fields.
@@ -225,7 +225,7 @@ def _candidate_tables(layer: ObservedLayer, fitted: FittedLayer) -> Iterator[Vec
 def _candidate_records(
     rows: list[int], layer: ObservedLayer, config: Mapping[str, Any], products: VectorProducts
 ) -> Iterator[tuple[RelativeProducts, bool]]:
-    """Yield records with the rows of their own place, and whether tables are read by query -
+    """Yield records with the rows of their own position, and whether tables are read by query -
     key.
     """
     last = products.num_buckets - 1

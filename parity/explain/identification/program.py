@@ -44,7 +44,7 @@ MOVING = {
     "stop_gradient",
     "transpose",
 }
-"""Primitives that only move the numbers of their first operand to other places."""
+"""Primitives that only move the values of their first operand to other positions."""
 
 Values = Mapping[int, np.ndarray]
 """Values of a call, by number."""
@@ -256,7 +256,7 @@ class Program:
         return reached
 
     def origin(self, number: int) -> int:
-        """Return the first value that holds the same numbers as a value, at other places."""
+        """Return the first value that holds the same elements as a value, at other positions."""
         while number in self.producer:
             source = self.moved_from(self.producer[number])
             if source is None:
@@ -265,19 +265,19 @@ class Program:
         return number
 
     def moved_from(self, operation: Operation) -> int | None:
-        """Return the value whose numbers an operation only moves; None if it does more."""
+        """Return the value whose elements an operation only moves; None if it does more."""
         if operation.name in MOVING:
             return operation.inputs[0]
         return None
 
     def moves_of(self, number: int) -> Iterator[Operation]:
-        """Yield the operations that only move the numbers of a value."""
+        """Yield the operations that only move the elements of a value."""
         for operation in self.consumers.get(number, ()):
             if self.moved_from(operation) == number:
                 yield operation
 
     def copies_of(self, number: int) -> list[int]:
-        """Return the values that hold the same numbers as a value, which is the first of them."""
+        """Return the values that hold the same elements as a value, which is the first of them."""
         copies = [number]
         for copy in copies:  # grows during the loop
             for operation in self.moves_of(copy):

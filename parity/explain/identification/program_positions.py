@@ -76,7 +76,7 @@ def with_positions_from(
 
 
 def _tables_read(program: Program, dependent: set[int]) -> Iterator[int]:
-    """Yield the values that are read at places that depend on positions."""
+    """Yield the values that are read at indices that depend on positions."""
     for operation in program.operations:
         if operation.name not in ("gather", "dynamic_slice"):
             continue

@@ -1,4 +1,4 @@
-"""Fit the numbers of a program between queries and keys and the softmax: scale and soft cap."""
+"""Fit the constants of a program between queries and keys and the softmax: scale and soft cap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScaledOperand(NamedTuple):
 
 
 class ScoreFactors(NamedTuple):
-    """Numbers that turn products of queries and keys into scores.
+    """Factors that turn products of queries and keys into scores.
 
     Attributes:
         factor: scalar factor of the products.
@@ -87,7 +87,7 @@ def fit_score_factors(
     exponentials = np.exp(logits - logits.max(-1, keepdims=True))
     softmax = exponentials / exponentials.sum(-1, keepdims=True)
     if np.abs(softmax - weights).max() > CLOSE:
-        raise InputError("attn_weights", "be the softmax of scores", "another function of them")
+        raise InputError("attn_weights", "be the softmax of scores", "a different function of them")
     caps: list[float | None] = list(_tanh_factors(evaluated, attention))
     for cap in caps or [None]:
         factor = _factor_between(scores, logits, cap)

@@ -206,8 +206,8 @@ def _fit_axes(
     """Return the RoPE on several axes that explains the heads, with the smallest positions among
     those that fit.
 
-    Frequencies of one series may fit another series at other integers, such as positions a hundred
-    times as large.
+    Frequencies of one series may fit a different series at other integers, such as positions a
+    hundred times as large.
     """
     turning = []
     for layout in layouts:
@@ -225,7 +225,7 @@ def _fit_axes(
         got = "no pairs that turn"
         if turning:
             got = "pairs that turn by other angles"
-        rule = "turn pairs by the place, or by integers on two or three axes"
+        rule = "turn pairs by the position, or by integers on two or three axes"
         raise InputError("rope", rule, got)
     return min(largest_position, key=largest_position.__getitem__)
 
@@ -238,7 +238,7 @@ def _are_several_axes(positions: np.ndarray) -> bool:
 
 
 def _ropes_on_axes(candidates: list[Rope], layout: PairLayout, head_dim: int) -> Iterator[Rope]:
-    """Yield RoPE on two and three axes, and on those of a configuration, with its bases and with
+    """Yield RoPE on two and three axes, and on the axes of a configuration, with its bases and with
     usual ones.
     """
     num_pairs = layout.num_pairs(head_dim)
@@ -301,7 +301,7 @@ def positions_of(
     error = np.abs(expected - factors).max()
     if not error <= tolerance:
         rule = f"turn pairs by integers on {len(sections)} axes"
-        raise InputError("rope", rule, f"{error:.2g} from those of {rope}")
+        raise InputError("rope", rule, f"{error:.2g} from the angles of {rope}")
     return positions
 
 

@@ -53,7 +53,7 @@ def fit_mask(layer: ObservedLayer, fitted: FittedLayer) -> None:
     """Fit causality, a window or chunks to the keys that the mask hides.
 
     Raises:
-        ValueError: if the mask has another pattern.
+        ValueError: if the mask has a different pattern.
     """
     num_tokens = layer.values["q"].shape[2]
     hidden = hidden_keys(layer)
@@ -129,7 +129,7 @@ def _fit_span(hidden: np.ndarray, cells: np.ndarray, fitted: FittedLayer) -> Non
         return
     chunk = chunk_of(hidden, cells)
     if chunk is None:
-        raise InputError("the mask", "be causal, a window or chunks", "another pattern")
+        raise InputError("the mask", "be causal, a window or chunks", "a different pattern")
     fitted.add("chunk_size", chunk, "the mask", up_to=num_tokens)
 
 
@@ -162,7 +162,7 @@ def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], fitted: FittedLaye
     try:
         _fit_constant_bias(layer, config, fitted, no_products)
     except InputError:
-        # The numbers may depend on queries or keys: then they differ between sequences.
+        # The values may depend on queries or keys: then they differ between sequences.
         added, hidden = _added_per_sequence(layer), hidden_keys(layer)
         if added is None:
             raise
@@ -175,13 +175,13 @@ def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], fitted: FittedLaye
 def _fit_constant_bias(
     layer: ObservedLayer, config: Mapping[str, Any], fitted: FittedLayer, products: np.ndarray
 ) -> None:
-    """Fit the numbers that are added to the scores of each sequence alike.
+    """Fit the values that are added to the scores of each sequence alike.
 
     Args:
         layer: the observed layer.
         config: configuration of its model.
         fitted: collects the fields.
-        products: numbers that are known to be added, (B, N, T, S), or zeros.
+        products: values that are known to be added, (B, N, T, S), or zeros.
 
     Raises:
         ValueError: if they are neither ALiBi nor from a table.
@@ -192,7 +192,7 @@ def _fit_constant_bias(
     num_tokens = len(added.hidden)
     alibi = fit_alibi(added, fitted.spec.score_scale)
     if alibi is not None:
-        fitted.add("alibi", alibi, "numbers that are added to scores", up_to=num_tokens)
+        fitted.add("alibi", alibi, "values that are added to scores", up_to=num_tokens)
         return
 
     tables = {}
@@ -201,11 +201,11 @@ def _fit_constant_bias(
             tables[name] = to_numpy(parameter)
     relative = fit_relative_bias(added, tables, _distances_in(layer, config))
     if relative is None:
-        rule = "be a mask, ALiBi or a table for distances or places on a grid"
-        got = f"numbers up to {np.abs(added.values).max():.2g}"
-        raise InputError("numbers added to scores", rule, got)
+        rule = "be a mask, ALiBi or a table for distances or positions on a grid"
+        got = f"values up to {np.abs(added.values).max():.2g}"
+        raise InputError("values added to scores", rule, got)
     bias, name = relative
-    how = f"numbers that are added to scores are those of {name}"
+    how = f"{name} is added to scores"
     fitted.add("relative_bias", bias, how, up_to=num_tokens)
     fitted.weights["relative_bias"] = tables[name]
     fitted.names["relative_bias"] = name.removeprefix(f"{layer.tapped.name}.")
@@ -218,7 +218,7 @@ def _distances_in(layer: ObservedLayer, config: Mapping[str, Any]) -> list[int]:
 
 
 def _added_per_sequence(layer: ObservedLayer) -> np.ndarray | None:
-    """Return the numbers added to scores of each sequence, (B, N, T, S), 0 for hidden keys; None if
+    """Return the values added to scores of each sequence, (B, N, T, S), 0 for hidden keys; None if
     none are seen.
     """
     values, mask = layer.values, layer.values.get("mask")
@@ -234,8 +234,8 @@ def _added_per_sequence(layer: ObservedLayer) -> np.ndarray | None:
 
 
 def _added(layer: ObservedLayer, products: np.ndarray) -> AddedNumbers | None:
-    """Return the numbers added to scores in addition to known products with vectors, from the
-    scores or from a mask of numbers; None if neither is seen.
+    """Return the values added to scores in addition to known products with vectors, from the
+    scores or from a mask of floats; None if neither is seen.
     """
     values, mask = layer.values, layer.values.get("mask")
     hidden = hidden_keys(layer)
@@ -253,7 +253,7 @@ def _added(layer: ObservedLayer, products: np.ndarray) -> AddedNumbers | None:
         numbers = np.where(np.abs(numbers) <= rounding, 0.0, numbers)
     if (numbers != numbers[:1]).any():
         rule = "be the same for all sequences"
-        raise InputError("numbers added to scores", rule, str(mask.shape))
+        raise InputError("values added to scores", rule, str(mask.shape))
     num_heads = values["q"].shape[1]
     of_heads = np.broadcast_to(numbers[0], (num_heads, *numbers.shape[2:]))
     return AddedNumbers(of_heads, hidden, 1e-6 * float(np.abs(of_heads).max()))

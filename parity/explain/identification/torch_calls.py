@@ -65,7 +65,7 @@ def observe_fresh(
 
 
 def _fresh_inputs(inputs: Mapping[str, Any], method: Method) -> dict[str, Any]:
-    """Return inputs of the same shapes with other tokens or numbers, on the same device."""
+    """Return inputs of the same shapes with other tokens or values, on the same device."""
     import torch
 
     arrays = {}
@@ -116,7 +116,7 @@ def with_different_axes(
 ) -> dict[str, Any] | None:
     """Return the inputs with positions that differ between axes, if they have several equal axes.
 
-    The positions are those of a video of 2 x 3 patches: time, row and column.
+    The positions belong to a video of 2 x 3 patches: time, row and column.
     """
     import torch
 

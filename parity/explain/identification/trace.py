@@ -122,9 +122,10 @@ def _order_at_zero(
 def _order_of_columns(
     columns: Iterable[bytes], places: Mapping[bytes, list[int]]
 ) -> list[int] | None:
-    """Return the place of each column; None if one has none.
+    """Return the position of each column; None if one has none.
 
-    Among places with the same bits, the one that follows that of the previous column is preferred.
+    Among positions with the same bits, the one that follows the position of the previous column is
+    preferred.
     """
     order: list[int] = []
     following = 0

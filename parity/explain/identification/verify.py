@@ -128,7 +128,7 @@ def _check_observed(runs: Sequence[ObservedLayer], call_name: str) -> None:
 
 
 def _check_descriptions(run: ObservedLayer, fitted: FittedLayer, call: VerifyingCall) -> None:
-    """Check that the inputs and the output have the places that they had in the fitted call."""
+    """Check that the inputs and the output have the positions that they had in the fitted call."""
     descriptions = describe_endpoints(run, fitted.endpoints, call.factor)
     if "shared_kv" in fitted.fields:
         descriptions |= describe_source(run, call.layers)

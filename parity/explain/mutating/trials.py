@@ -52,7 +52,8 @@ def with_order_tried(function: Function, candidates: list[Projections]) -> Proje
                 return candidate
     for candidate in candidates:
         if _is_right(candidate, function):
-            # Modules of other libraries are new in each call, so an id would identify another one.
+            # Modules of other libraries are new in each call, so an id would identify the wrong
+            # one.
             if owner is None or library_of(owner) in ("torch", "nnx"):
                 _tried[key] = candidate.order, owner
             return candidate
@@ -97,7 +98,7 @@ class OrderTrial:
     only_first_group: bool
 
     def shows_attention(self, right: Any) -> bool:
-        """Return whether the output depends on the projections as that of attention does.
+        """Return whether the output depends on the projections as the output of attention does.
 
         Args:
             right: the output without zeros.
@@ -118,7 +119,7 @@ class OrderTrial:
         """Return the output with some projections 0."""
         with _without_side_effects(self.candidate.call), user_code("the attention"):
             call = concrete_copy(self.candidate.call)
-            # The names and the order are those of the call that was copied.
+            # The names and the order come from the call that was copied.
             projections = replace(self.candidate, call=call, carrier=carrier_of(call))
             changed = {}
             for name in projections.order.places:

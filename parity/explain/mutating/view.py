@@ -127,7 +127,7 @@ def place_of(module: Any, attribute: str) -> tuple[Any, str, bool]:
     is a method.
 
     For a class this is its `forward` or `__call__`; for a module instance, or the `apply` of a
-    linen one, that of its class.
+    linen one, the method of its class.
 
     Raises:
         AttributeError: if the name does not exist.

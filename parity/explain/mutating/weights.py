@@ -1,6 +1,6 @@
 """The projections of a call in canonical form, whatever their names, axes and packing.
 
-The names, axes and orders of heads are those of the layouts that `parity convert` knows, and the
+The names, axes and orders of heads come from the layouts that `parity convert` knows, and the
 usual names of parameters. If more than one order fits the names and shapes, `trials` calls the
 attention to find out which one it computes with.
 """
@@ -57,7 +57,7 @@ OUT_WEIGHT = ArrayRole("out", "weight")
 
 def roles_by_name() -> dict[str, ArrayRole]:
     """Return the roles of names in lower case, such as `q_proj.weight`, `wq` or
-    `self.query.kernel`: those of layouts, and usual ones.
+    `self.query.kernel`: the names of layouts, and usual ones.
     """
     roles: dict[str, ArrayRole] = {}
     for layout in LAYOUTS.values():
@@ -129,7 +129,7 @@ def named_in(carrier: Carrier) -> Named:
 
 
 def _layers_in(carrier: Carrier) -> dict[tuple[str, ...], Named]:
-    """Return the arrays that have roles, by the names before those of their roles.
+    """Return the arrays that have roles, by the names before the names of their roles.
 
     Raises:
         Unfit: if two arrays of a layer have the same role.
@@ -193,7 +193,7 @@ def _with_output(prefix: tuple[str, ...], layers: Mapping[tuple[str, ...], Named
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers that a module, its configuration or the call states; None if nothing states them."""
+    """Sizes that a module, its configuration or the call states; None if nothing states them."""
 
     num_heads: int | None
     num_kv_heads: int | None
@@ -274,8 +274,8 @@ class Order:
             fit.
         places: by canonical name, the role of the array and the elements in it, flat, in the shape
             of the canonical weight.
-        parts: by role, the canonical names in the array, and the place of each of its elements in
-            these weights, flat and joined.
+        parts: by role, the canonical names in the array, and the position of each of its elements
+            in these weights, flat and joined.
     """
 
     spec: AttentionSpec
@@ -298,7 +298,7 @@ Shapes = dict[ArrayRole, tuple[int, ...]]
 
 
 def orders_of(call: Call, carrier: Carrier, named: Named) -> list[Order]:
-    """Return the orders that fit the names and shapes, those of layouts first.
+    """Return the orders that fit the names and shapes, the orders of layouts first.
 
     Raises:
         Unfit: if none does.
@@ -347,7 +347,7 @@ def _tensors_of(
     form: Iterable[Tensor], named: Named, shapes: Shapes
 ) -> dict[ArrayRole, Tensor] | None:
     """Return a layout's tensors by the roles of the arrays that have their names; None if an array
-    has no such tensor, or one of other projections or another number of axes.
+    has no such tensor, or one of other projections or a different number of axes.
     """
     by_name = {tensor.name.lower(): tensor for tensor in form}
     tensors = {}
@@ -546,7 +546,8 @@ def _head_sizes(features: Mapping[str, int], heads: Heads) -> HeadSizes | None:
     """Return the heads from the features of each kernel; None if they cannot be divided so.
 
     Args:
-        features: the features of each kernel but those of its input, by the projections in it.
+        features: the features of each kernel except the features of its input, by the projections
+            in it.
         heads: what is stated about the heads.
     """
     for holds in features:
@@ -667,7 +668,7 @@ def projections_in(call: Call) -> list[Projections]:
     """Return the projections of a call, once for each order that fits them, likely ones first.
 
     Raises:
-        Unfit: if it has none with known names, or those of several layers.
+        Unfit: if it has none with known names, or the weights of several layers.
     """
     carrier = carrier_of(call)
     named = named_in(carrier)

@@ -72,7 +72,7 @@ def source_of_layer(layer: FileLayer, framework: str, **call: Unpack[CallKeyword
 
 
 def call_of_layer(layer: FileLayer, **call: Unpack[CallKeywords]) -> CallForm:
-    """Return the form of calls of a checkpoint's layer: that of its model, overridden by
+    """Return the form of calls of a checkpoint's layer: the form of its model, overridden by
     keywords.
     """
     is_causal = layer.model is None or layer.model.is_causal is not False
@@ -90,7 +90,7 @@ def written(
     loader: Loader | None = None,
     decided: set[Decision] | None = None,
 ) -> str:
-    """Return the source of a layer, followed by that of a function that loads its weights.
+    """Return the source of a layer, followed by the source of a function that loads its weights.
 
     The template becomes code without any text of a checkpoint. Only the loader has such text, and
     it comes last: it has no branches to specialize.
@@ -110,12 +110,12 @@ def written(
         )
     if not call.is_cross and spec.d_kv != spec.d_in:
         raise InputError(
-            "is_cross", "be True for keys of another width", d_in=spec.d_in, d_kv=spec.d_kv
+            "is_cross", "be True for keys of a different width", d_in=spec.d_in, d_kv=spec.d_kv
         )
     if spec.shared_kv and call.is_cross:
         raise InputError(
             "is_cross",
-            "be False with shared_kv, whose keys are those of another layer",
+            "be False with shared_kv, whose keys come from another layer",
             is_cross=True,
         )
     if call.has_positions and not spec.has_positions:

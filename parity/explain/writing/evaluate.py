@@ -71,7 +71,7 @@ def value_of(node: ast.expr, known: Mapping[str, Any]) -> Any:
 
     Args:
         node: the expression.
-        known: values by name, including functions such as those of `FUNCTIONS`.
+        known: values by name, including functions such as `FUNCTIONS`.
 
     Raises:
         ValueError: if it contains anything that templates do not need.

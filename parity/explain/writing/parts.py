@@ -18,7 +18,7 @@ IMPORT = re.compile(r"^from parity\.explain\.writing\.templates\.(\w+) import \*
 """A line of a template that the code of a part replaces."""
 
 ARRAYS = {"jax": ("jnp", "Array"), "torch": ("torch", "Tensor"), "ttnn": ("np", "np.ndarray")}
-"""The module of array functions and the type of arrays. Parts are written with those of JAX."""
+"""The module of array functions and the type of arrays. Parts are written with JAX's."""
 
 
 class NormNames(NamedTuple):

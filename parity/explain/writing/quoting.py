@@ -21,9 +21,9 @@ RULE = f"be Python that has the names of tensors as keys of {TENSORS} alone"
 def string_literal(text: str) -> str:
     r"""Return Python's literal of a text, within printable ASCII.
 
-    No character can end the string, start a line or an escape, or look like another one: quotes and
-    backslashes are escaped, and all others, such as line ends of Unicode, are written by their
-    number.
+    No character can end the string, start a line or an escape, or look like a different one:
+    quotes and backslashes are escaped, and all others, such as line ends of Unicode, are written
+    by their number.
     """
     return '"' + "".join(map(_escaped, text)) + '"'
 

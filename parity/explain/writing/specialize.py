@@ -56,7 +56,7 @@ def specialize(
 
     Args:
         template: source of a module.
-        known: values by name, including that of `ABSENT`.
+        known: values by name, including the value of `ABSENT`.
         keep: module names that stay although nothing refers to them, imported ones too.
         renamed: variables that are called otherwise for this layer, and their names.
         decided: set to which the conditions that choose code are added, with their outcomes.

@@ -25,7 +25,7 @@ class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --he
         name: name in the command line and reports.
         sibling: package with the implementation.
         needs: other required packages.
-        arrays: module of functions on its arrays; for tensors on a device, on those of masks.
+        arrays: module of functions on its arrays; for tensors on a device, on the arrays of masks.
         paths: supported paths of a module, from `parity.measure.core.stages`; the tutorial's is
             supported by all.
         has_all_bugs: all known bugs can be injected, not only those in masks.

@@ -1,6 +1,6 @@
 """Stages of a case in an implementation: each calls the implementation's function on NumPy arrays.
 
-The port converts arrays. The order of stages is that of `parity.measure.core.stages`.
+The port converts arrays. The order of stages is the order of `parity.measure.core.stages`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def outputs_of_tutorial(port: Port, problem: Problem) -> dict[str, np.ndarray]:
 
 
 def _mask_of_tutorial(port: Port, problem: Problem) -> Any:
-    """Return the mask that the tutorial creates for a case, combined with that of the inputs."""
+    """Return the mask that the tutorial creates for a case, combined with the mask of the
+    inputs.
+    """
     case = problem.case
     created = port.SIBLING.plain.create_attention_mask(
         case.seq_len,
@@ -341,7 +343,7 @@ class _Layer:
 
 
 class _Call:
-    """One call with a cache; its steps are those of a layer with other values or arguments."""
+    """One call with a cache; its steps are the steps of a layer with other values or arguments."""
 
     def __init__(self, layer: _Layer, index: int) -> None:
         self.layer, self.port, self.shapes = layer, layer.port, layer.shapes

@@ -101,7 +101,7 @@ def weights_of(module: Any) -> Weights:
 
 
 def _check_names(params: Mapping[str, Any], spec: AttentionSpec) -> None:
-    """Reject parameters that are not those of a layer with this specification."""
+    """Reject parameters that do not fit a layer with this specification."""
     check_held([re.sub(r"kernel$", "weight", name) for name in flatten(params)], spec)
 
 

@@ -2,7 +2,7 @@
 
 Without a card or a simulator, cases run on a mock board, `MHA_TT_MOCK` (p150 by default), which
 validates all programs. Values are then those recorded from such a device for the same program
-(`ttnn_mock.replayed`), or else those of ttnn's golden functions (`ttnn_mock.shadow`).
+(`ttnn_mock.replayed`), or else the values of ttnn's golden functions (`ttnn_mock.shadow`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ _devices: list[ttnn.MeshDevice] = []
 
 
 def open_device(shape: tuple[int, int] | None = None) -> ttnn.MeshDevice:
-    """Return the device of cases, kept open until the process ends or another shape is requested.
+    """Return the device of cases, kept open until the process ends or a different shape is
+    requested.
 
     Args:
         shape: shape of a mesh of chips; default: the open device, or one chip.
@@ -282,8 +283,8 @@ def tutorial(problem: Problem) -> Any:
 
 
 def arithmetic() -> str:
-    """Return the arithmetic of the device; without one, or on a mock board, that of golden
-    functions.
+    """Return the arithmetic of the device; without one, or on a mock board, the arithmetic of
+    golden functions.
     """
     return "ieee" if mha_tt.target() in (None, "mock") else "tensix"
 

@@ -142,7 +142,7 @@ def _add_arrays(by_name: dict[str, np.ndarray], name: str, node: Any) -> None:
 def arithmetic_of(*values: Any) -> str:
     """Return the arithmetic of the device of arrays, or of mappings of them.
 
-    It is `ieee`, or that of their library.
+    It is `ieee`, or the arithmetic of their library.
     """
     arrays: list[Any] = []
     for value in values:

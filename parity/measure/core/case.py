@@ -22,8 +22,8 @@ EMPTY = np.iinfo(np.int64).max // 2
 class Case:
     """A situation in which implementations must agree: a layer and its inputs.
 
-    Arrays are drawn from the name (see `parity.measure.core.problem`), so that all environments get
-    the same ones.
+    Arrays are drawn with a seed from the name (see `parity.measure.core.problem`), so they are the
+    same in all environments.
 
     Attributes:
         name: name in the command line and reports.
@@ -35,7 +35,7 @@ class Case:
         is_causal: hide keys after the query's own position.
         key_padding_lengths: number of real keys of each sequence.
         segment_ids: segment of each token of each sequence; hides other segments. Positions restart
-            in each, unless `position_ids` are given.
+            in each, unless `position_ids` are passed.
         window_size: hide all but the last `window_size` keys.
         random_mask: hide random keys, different for each head, and one whole row of each sequence.
         bias: add a random bias to the scores.
@@ -51,12 +51,12 @@ class Case:
         dtype: only dtype of the case, if it is specific to one.
         mask: keys to hide (True) in addition to others, boolean, broadcast to (B, N, T, S): for a
             prefix that sees itself, padding on the left, packed sequences. With a cache, S is the
-            number of slots, and T that of the tokens of all steps. A row without a visible key is
+            number of slots, and T the number of tokens of all steps. A row without a visible key is
             not compared: it is padding.
         position_ids: position of each token, instead of 0, 1, …: (B or 1, T), or (axes, B or 1, T)
             with sections; T as for `mask`.
         cache_slots: with a cache: slot into which each token is written, instead of 0, 1, …, (B or
-            1, T), T as for `mask`: a ring whose slots are used again. A call hides the tokens that
+            1, T), T as for `mask`: a ring whose slots are reused. A call hides the tokens that
             are later than its own, in whichever slots they are.
         cache_quantization: with a cache: how it stores keys and values; None for their own dtype.
 
@@ -222,7 +222,7 @@ class Case:
     def is_plain(self) -> bool:
         """Return whether the tutorial, `plain.py`, can express the case.
 
-        Its layers are those of the paper: as many key/value heads as query heads, d_model //
+        Its layers are as in the paper: as many key/value heads as query heads, d_model //
         num_heads wide, and nothing that changes the scores but a mask. Sequences with a cache all
         have the same length.
         """
@@ -271,7 +271,7 @@ class Case:
         return self.spec.has_positions and starts_elsewhere
 
     def positions(self, step: int | None = None) -> np.ndarray:
-        """Return the positions of all tokens, or of those of one call: (B or 1, T).
+        """Return the positions of all tokens, or of the tokens of one call: (B or 1, T).
 
         With sections they are (axes, B or 1, T): three axes are time, row and column of frames of 2
         x 3 patches; two are row and column of a picture three patches wide. Padding in a call has

@@ -151,7 +151,7 @@ class Comparison(JsonRecord):
             `POSITIONS` bins.
         library: name of the backend, without the trace folder that `backend` may include; empty
             without a backend.
-        by_reference: the expected values are those of the reference, not of a caller.
+        by_reference: the expected values come from the reference, not from a caller.
         test: class and name of the test in JUnit's form; None outside tests.
     """
 
@@ -400,7 +400,7 @@ def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> floa
     if not x.size:
         return 0.0
     size = math.sqrt(_mean(x**2))
-    if size == 0.0:  # zeros, or numbers whose squares are too small for float64
+    if size == 0.0:  # zeros, or values whose squares are too small for float64
         return 0.0
     errors = _elements(actual, counted).astype(np.float64, copy=False) - x
     return abs(_mean(errors * x)) / size
@@ -414,7 +414,7 @@ def _elements(x: np.ndarray, counted: np.ndarray) -> np.ndarray:
 
 
 def _mean(x: np.ndarray) -> float:
-    """Return the mean of contiguous numbers, faster than `x.mean()`.
+    """Return the mean of contiguous values, faster than `x.mean()`.
 
     It takes a third of the time, which dominates for small arrays.
     """
@@ -503,7 +503,7 @@ def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
 def kept_dtype(stage: str, dtype: str) -> np.dtype:
     """Return the dtype in which implementations store a stage.
 
-    It is that of the inputs; scores have at least float32.
+    It is the dtype of the inputs; scores have at least float32.
     """
     of_stage = stage_named(stage)
     if of_stage.kind == "mask":
@@ -530,9 +530,10 @@ def budget(
 
     It is a multiple of the same-precision reference's error, plus a floor. The floor is one unit of
     rounding at the stage's scale, in case the reference happens to be exact. `same_dtype` is the
-    dtype of the same-precision reference; default: that of `SAME_PRECISION`. The slope is included
-    if `has_slope` is set and the arithmetic does not truncate, which is itself a slope. If `stage`
-    is attention weights, `zeros` is the largest weight that noise may turn into 0 on one side.
+    dtype of the same-precision reference; default: the dtype in `SAME_PRECISION`. The slope is
+    included if `has_slope` is set and the arithmetic does not truncate, which is itself a slope. If
+    `stage` is attention weights, `zeros` is the largest weight that noise may turn into 0 on one
+    side.
     """
     # A float64 stage is compared with a float32 reference, whose error is so much larger.
     shrink = unit_of_rounding(dtype) / unit_of_rounding(same_dtype or SAME_PRECISION[dtype])
@@ -655,7 +656,7 @@ def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float,
 
 
 def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the distance between neighboring numbers of a dtype at the expected values."""
+    """Return the distance between neighboring values of a dtype at the expected values."""
     info = ml_dtypes.finfo(dtype_named(dtype))
     exponents = np.floor(np.log2(np.maximum(np.abs(expected), float(info.smallest_normal))))
     return np.exp2(exponents) * float(info.eps)

@@ -15,7 +15,7 @@ import numpy as np
 
 
 def reordered(x: Any, order: np.ndarray, axis: int) -> Any:
-    """Return an array of NumPy, torch or JAX with the elements of an axis in another order.
+    """Return an array of NumPy, torch or JAX with the elements of an axis in a different order.
 
     Args:
         x: an array.
@@ -36,7 +36,7 @@ def reversed_heads(num_heads: int) -> np.ndarray:
 
 
 def rolled_heads(num_heads: int) -> np.ndarray:
-    """Return the order in which each head comes one place later: int, (N,).
+    """Return the order in which each head comes one position later: int, (N,).
 
     Two rolled heads are also reversed.
     """
@@ -85,7 +85,9 @@ def of_whole_heads(head_order: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def within_heads(feature_order: np.ndarray, num_heads: int) -> np.ndarray:
-    """Return the order of features that puts those of each head in an order: int, (N * H,)."""
+    """Return the order of features that puts the features of each head in an order: int, (N *
+    H,).
+    """
     head_dim = len(feature_order)
     first_features = np.arange(num_heads)[:, None] * head_dim
     return (first_features + np.asarray(feature_order)).reshape(-1)

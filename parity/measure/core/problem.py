@@ -64,9 +64,9 @@ class Problem:
         dtype: dtype of weights and inputs, by name.
         weights: canonical weights.
         inputs: `query` (B, T, d_in); `key` (B, S, d_kv) for cross-attention; `value` (B, S, d_kv)
-            if values have another input than keys; with `shared_kv` instead the heads of another
-            layer, `k` (B, K, S, H) and `v` (B, K, S, Hv); `bias` (B, N, T, S) and `mask` (B, N, T,
-            S or slots) if the case has them; `cotangent`, in the shape of the output.
+            if values have a different input than keys; with `shared_kv` instead the heads of
+            another layer, `k` (B, K, S, H) and `v` (B, K, S, Hv); `bias` (B, N, T, S) and `mask`
+            (B, N, T, S or slots) if the case has them; `cotangent`, in the shape of the output.
     """
 
     case: Case
@@ -109,7 +109,7 @@ class Problem:
         """
         x = self.inputs[name]
         lengths = self.case.key_padding_lengths
-        # Lengths are those of keys. Queries have them too in self-attention.
+        # Lengths are lengths of keys. Queries have them too in self-attention.
         is_of_keys = name != "query" or self.case.seq_len_k is None
         if lengths is None or not is_of_keys or np.isfinite(x).all():
             return x
@@ -142,12 +142,12 @@ def make_problem(
 ) -> Problem:
     """Return weights and inputs of a case in a dtype.
 
-    They are drawn from its name, or read from its trained layer.
+    They are drawn with a seed from its name, or read from its trained layer.
 
     Args:
-        case: case, or its name: one of `CASES`, or `random-N`. Or the specification of a layer, for
-            which calls, lengths and positions are chosen that exercise its features, such as a
-            window: `problem.case.about` has the choice in words.
+        case: case, or its name: one of `CASES`, or `random-N`. Or the specification of a layer:
+            calls, lengths and positions are then chosen to exercise its features, such as a window,
+            and `problem.case.about` has the choice in words.
         dtype: name of a floating-point dtype, one of `DTYPES`.
         weights: canonical weights, as arrays of any framework, instead of the case's own.
         received: keys `k` and values `v` of another layer for `shared_kv`, instead of drawn ones.
@@ -194,7 +194,7 @@ def make_problem(
 
 
 def _drawn_inputs(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Return inputs in float32. Another order of draws would change the values of all cases."""
+    """Return inputs in float32. A different order of draws would change the values of all cases."""
     spec = case.spec
     inputs = {"query": _draw(rng, (case.batch, case.seq_len, spec.d_in))}
     if spec.shared_kv:

@@ -1,4 +1,4 @@
-"""Quantized key/value caches: the numbers that they store, and the scales of these."""
+"""Quantized key/value caches: the values that they store, and the scales of these."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ class CacheQuantization(Record):
     """Quantization of a key/value cache: x is stored as round(x / scale), and read as that times
     the scale.
 
-    Numbers are rounded to the nearest one of the dtype, half to even, and saturate at the largest.
+    Values are rounded to the nearest one of the dtype, half to even, and saturate at the largest.
     Without a zero point, a scale is the largest absolute value of its group, divided by the largest
     number of the dtype (127 for int8). With one, x is stored as round((x - zero) / scale), from 0
     to 255 or 15, and the scale is the range of the group divided by that. A scale that all tokens
     share is computed from the real tokens of the first call, and later tokens saturate. A group of
-    equal numbers has the scale 1.
+    equal values has the scale 1.
 
     Attributes:
-        dtype: stored numbers: `int8`, `int4`, `float8_e4m3fn` or `float8_e5m2`.
-        scale_per: group of numbers with a scale of its own: the whole `tensor`; a key/value `head`;
+        dtype: dtype of the stored values: `int8`, `int4`, `float8_e4m3fn` or `float8_e5m2`.
+        scale_per: the group of values that share a scale: the whole `tensor`; a key/value `head`;
             a `channel`, which is a feature of a head; a `token` of a sequence, over all heads; or
             `token_head`, a head of a token.
-        value_scale_per: the group of values, if it differs from that of keys.
+        value_scale_per: the group of values, if it differs from the group of keys.
         before_rope: keys are stored before RoPE, and rotated when they are read.
         scale_dtype: dtype of the scales, and of minima.
         key_scales, value_scales: calibrated scales, instead of computed ones: 1 number for
@@ -70,8 +70,10 @@ class CacheQuantization(Record):
         zero_point: of integers: `none`; `minimum`, the smallest number of the group, as in KIVI; or
             `integer`, a multiple of the scale, so that 0 is stored exactly, as in ONNX.
         exact: tokens that a call attends to as they were computed, before they are rounded: `none`;
-            those of the first call during that call, `first_call`; or `new` ones of every call.
-        residual_length: with `new`: tokens after the first call stay exact until they are as many.
+            the tokens of the first call during that call, `first_call`; or `new` ones of every
+            call.
+        residual_length: with `new`: tokens after the first call stay exact until there are this
+            many.
 
     Raises:
         TypeError: if an attribute has a wrong type.
@@ -136,7 +138,7 @@ class CacheQuantization(Record):
 
     @property
     def has_zero_point(self) -> bool:
-        """True if stored numbers begin at the zero point, instead of lying around 0."""
+        """True if stored values begin at the zero point, instead of lying around 0."""
         return self.zero_point != "none"
 
     @property
@@ -183,7 +185,7 @@ class CacheQuantization(Record):
         """Check that a layer can have this cache.
 
         Raises:
-            ValueError: if it has latents, cannot cache keys before RoPE, or has another number of
+            ValueError: if it has latents, cannot cache keys before RoPE, or has the wrong number of
                 scales.
         """
         if spec.latent is not None:

@@ -55,8 +55,8 @@ the output of gate_proj; `latents`, if any, are the cached vectors, and `cache.k
 `fused.output` by the module without them; `blocks.output` likewise, with even small cases block by
 block; `plain.output` by the tutorial, `plain.py`. `grad.*` are gradients for a fixed cotangent of
 the output, of the inputs and of each weight by name, and of stages if these are recorded, in the
-order of the backward data flow; `fused.grad.*` and `blocks.grad.*` are those of these paths. With a
-cache, names start with the step: `step3.scores`.
+order of the backward data flow; `fused.grad.*` and `blocks.grad.*` are the gradients on these
+paths. With a cache, names start with the step: `step3.scores`.
 """
 
 FUSED_PATHS = ("fused", "blocks")
@@ -187,9 +187,9 @@ STEPS_OF_A_CALL = ("mask", "qkv", "cache", "scores", "attn_weights", "context", 
 def steps_of(layer: LayerStages, case: Case) -> Sequence[Step]:
     """Return the stages of a case as functions, in the order of the data flow.
 
-    With a cache, they are those of one call after the other. Each accepts the values of earlier
-    stages by name, so that it can run on its own implementation's values (accumulated) or on those
-    of another (local).
+    With a cache, the stages of one call follow the call before. Each accepts the values of
+    earlier stages by name, so that it can run on its own implementation's values (accumulated) or
+    on another's (local).
     """
     if not case.is_cached:
         return [getattr(layer, name) for name in STEPS]
@@ -222,9 +222,9 @@ def _step_of_call(layer: LayerStages, call: Callable[[int], Any], index: int, na
 class _ValuesOfCall(Values):
     """Values of all calls, as seen from one of them.
 
-    Values of its own call have plain names, `scores`; those of the previous call `previous.scores`,
-    and of the first `first.scores`. Outside they are `step3.scores`, `step2.scores` and
-    `step0.scores`.
+    Values of its own call have plain names, `scores`; values of the previous call are
+    `previous.scores`, and of the first `first.scores`. Outside they are `step3.scores`,
+    `step2.scores` and `step0.scores`.
     """
 
     def __init__(self, values: Values, index: int, replaced: Mapping[str, str]) -> None:
@@ -260,7 +260,7 @@ def run_steps(steps: Iterable[Step], inputs: Values | None = None) -> dict[str, 
 
 
 def of_paths(values: Values) -> dict[str, np.ndarray]:
-    """Return the stages of each path of a module, which equal those of the stage functions."""
+    """Return the stages of each path of a module, which equal the stages of the stage functions."""
     stages = {}
     if "attn_weights" in values:
         stages["module.attn_weights"] = values["attn_weights"]

@@ -15,7 +15,7 @@ from parity.measure.core.case import EMPTY, Case
 from parity.measure.core.stages import STAGES, Stage, stage_named
 
 OF_ROWS = frozenset({"attn_weights", "context", "output"})
-"""Stages whose rows are those of queries after the softmax."""
+"""Stages whose rows are queries after the softmax."""
 
 HIDES_KEYS = frozenset({"mask", "attn_weights"})
 """Stages in which unused keys have a defined value: they must be hidden, and their weights must be
@@ -84,7 +84,7 @@ def _rows_without_keys(
 ) -> np.ndarray:
     """Return the rows in which the case's own mask, with a causal one, hides every key.
 
-    They are those of padding, which a model computes in any way. The shape is that of the stage,
+    They belong to padding, which a model computes in any way. The shape is the shape of the stage,
     or broadcasts to it.
     """
     num_keys = case.capacity if case.is_cached else case.key_len
@@ -117,7 +117,7 @@ def without_unused(x: np.ndarray, unused: np.ndarray | None) -> np.ndarray:
 def _used_lengths(case: Case, stage: Stage) -> dict[str, tuple[int, ...]]:
     """Return the number of used tokens of each sequence, where they are limited.
 
-    It is that of query tokens for "T", and of keys or slots for "S".
+    It counts query tokens for "T", and of keys or slots for "S".
     """
     lengths: dict[str, tuple[int, ...]] = {}
     if stage.step is not None:

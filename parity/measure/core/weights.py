@@ -28,7 +28,7 @@ FORMAT = "1"  # of files; increased if old readers could misread new files
 QKV = ("q_proj", "k_proj", "v_proj")  # stored as one by fused modules
 
 CHUNK = 1 << 16
-"""Numbers checked at once, which fit a CPU cache."""
+"""Elements checked at once, which fit a CPU cache."""
 
 EXPONENT_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 """Bits of the exponent, all set in infinities and NaN, of dtypes that are slow in NumPy."""
@@ -56,7 +56,7 @@ def is_finite(array: np.ndarray) -> bool:
         if infinity is None:
             is_chunk_finite = np.isfinite(chunk).all()
         else:
-            # Without the sign, bits of infinity and NaN are larger than those of all numbers.
+            # Without the sign, bits of infinity and NaN are larger than the bits of all numbers.
             is_chunk_finite = (chunk.view(np.uint16) & 0x7FFF).max() < infinity
         if not is_chunk_finite:
             return False
@@ -80,12 +80,12 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
     """Return Xavier-uniform weights, float32.
 
     Biases are in [-1/2, 1/2], so that a missing bias shows. Factors of norms are 0.5 to 0.8 or 1.2
-    to 1.5, so that a missing weight of a norm also shows. Sinks and learned numbers of distances
+    to 1.5, so that a missing weight of a norm also shows. Sinks and learned values of distances
     are between 0.5 and 1.5 in size.
 
     Args:
         spec: layer.
-        seed: equal seeds result in equal weights on all machines.
+        seed: equal seeds give equal weights on all machines.
 
     Example:
         >>> weights = parity.random_weights(parity.AttentionSpec(64, 8, num_kv_heads=2))
@@ -111,7 +111,7 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
 
 
 def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
-    """Reject weights that are not exactly those of the layer.
+    """Reject weights that do not match the layer exactly.
 
     Args:
         weights: canonical weights, as arrays of any framework: see `parity.to_numpy`.
@@ -148,7 +148,7 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
 
 
 def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
-    """Reject a module whose weights, by canonical name, are not those of its specification.
+    """Reject a module whose weights, by canonical name, do not match its specification.
 
     Raises:
         ValueError: if names are missing or unexpected.
@@ -173,7 +173,7 @@ def save_tensors(
     safetensors files are replaced, files of other formats are not.
 
     Args:
-        path: file to write; its suffix must not be that of another format.
+        path: file to write; its suffix must not belong to a different format.
         tensors: arrays by name, of any framework and memory order.
         metadata: text by name, for the file's header.
 
@@ -191,7 +191,7 @@ def save_tensors(
     kind = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
     if kind != "safetensors":
         rule = "end in .safetensors, the only format written here"
-        raise InputError(path, rule, f"that of {kind}")
+        raise InputError(path, rule, f"the suffix of {kind}")
     refuse_other_file(path, kind)
 
     def verify(written: Path) -> None:
@@ -228,7 +228,7 @@ def save_weights(
 
     Raises:
         OSError: if the file cannot be written.
-        TypeError, ValueError: if the weights are not those of the spec, or `save_tensors` rejects
+        TypeError, ValueError: if the weights do not fit the spec, or `save_tensors` rejects
             the path.
     """
     save_tensors(path, check_weights(weights, spec), {"format": FORMAT, "spec": spec.to_json()})
@@ -286,7 +286,7 @@ def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:
 
 
 def unpack_qkv(packed: Mapping[str, np.ndarray], spec: AttentionSpec) -> Weights:
-    """Return canonical weights from those of a fused module: the inverse of `pack_qkv`."""
+    """Return canonical weights from the weights of a fused module: the inverse of `pack_qkv`."""
     weights, ends = {}, np.cumsum([spec.q_width, spec.k_width])
     for name in weight_shapes(spec):
         projection, _, leaf = name.partition(".")

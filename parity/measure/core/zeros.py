@@ -1,6 +1,6 @@
 """Zeros of attention weights.
 
-The weight of a hidden key is exactly 0 in every dtype, that of a visible key is not.
+The weight of a hidden key is exactly 0 in every dtype, the weight of a visible key is not.
 
 One wrong cell of a mask changes a weight by about 1 / S, which is less than the rounding of a
 bfloat16 weight of 1.
@@ -19,7 +19,7 @@ LEAST_WEIGHT = {
     "float64": 2.0**-106,
 }
 """Smallest weight, by dtype, that rounding cannot turn into 0: well above the smallest normal
-number (for float64 that of its float32 noise) and the underflow of exponentials.
+number (for float64 for its float32 noise) and the underflow of exponentials.
 """
 
 FLIPPED = 8.0

@@ -188,7 +188,7 @@ class _Walker:
         return _joined(entries) if CHUNKED in entries else entries
 
     def array(self, length: int, depth: int) -> _Array | None:
-        """Read the header of an array, and skip its bytes; None for another extension.
+        """Read the header of an array, and skip its bytes; None for any other extension.
 
         Args:
             length: bytes of the extension after its code.

@@ -164,7 +164,8 @@ def _read_index(path: Path) -> dict[str, Any]:
     shard_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shard_of, dict) or not shard_of or shard_of != text_by_name(shard_of):
         raise InputError(
-            path, "have a weight_map from the names of tensors to those of files, but it has none"
+            path,
+            "have a weight_map from the names of tensors to the names of files, but it has none",
         )
     for shard in shard_of.values():
         if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
@@ -189,7 +190,7 @@ def _open_shards(
 ) -> TensorFile:
     """Open several files as one.
 
-    Metadata are those that all files share, and those of the index.
+    Metadata are the entries that all files share, and the entries of the index.
     """
     for name in names:
         match = SHARD.fullmatch(name)

@@ -112,8 +112,8 @@ def is_shard_of(path: Path, name: str) -> bool:
 def check_place(path: str | os.PathLike[str]) -> None:
     """Reject a file whose name is a folder's, such as `a.py/`, or whose folder does not exist.
 
-    `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write
-    another file.
+    `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write a
+    different file.
 
     Raises:
         OSError: for such a name.
@@ -278,7 +278,7 @@ def scratch_beside(target: Path) -> Iterator[Path]:
     in_use = _new_lock(scratch / IN_USE)
     try:
         # No other writer may list the scratch folders between the creation of this one and its
-        # lock: an unlocked one is taken for that of a killed process.
+        # lock: an unlocked one is taken for the lock of a killed process.
         with locked(target.parent):
             for leftover in target.parent.glob(f"{glob.escape(begin)}*{SCRATCH}"):
                 _clean_up_after_kill(leftover)
@@ -542,14 +542,14 @@ def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
     Raises:
         OSError: if a file cannot be written; its message names the file.
         FileExistsError: if one exists and `overwrite` is False.
-        ValueError: if a path is not that of a file, or two paths are of one file.
+        ValueError: if a path is not the path of a file, or two paths are of one file.
     """
     targets: dict[Path, Path] = {}
     for path in files:
         target = Path(os.path.realpath(path))  # the target of a link, not the link
         check_place(path)
         if target in targets:
-            raise InputError(path, "be another file than the others to write", str(targets[target]))
+            raise InputError(path, "differ from the other files to write", str(targets[target]))
         targets[target] = path
     _check_free(files, overwrite=overwrite)
     with ExitStack() as stack:

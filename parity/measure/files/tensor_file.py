@@ -488,7 +488,8 @@ def library(path: Path, module: str) -> Any:
 
 @contextmanager
 def in_one_line(path: Path, kind: str) -> Iterator[None]:
-    """Convert all errors of readers to an OSError or refusal of one line with the name of the file.
+    """Convert all errors of readers to an OSError or InputError of one line with the name of the
+    file.
 
     Damaged files can cause almost any error. Missing libraries are reported unchanged.
     """

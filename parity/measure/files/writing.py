@@ -102,7 +102,7 @@ def write_tensors(
         OSError: if a file cannot be written, or its contents differ when read back.
         FileExistsError: if the target exists and `overwrite` is False.
         TypeError, ValueError: if the format does not support the tensors, `read` returns others, or
-            the target exists in another format. Nothing is then written.
+            the target exists in a different format. Nothing is then written.
         ImportError: if the format needs a library that is not installed.
 
     Example:

@@ -94,14 +94,14 @@ def shard(
     """Return the exact weights of a rank, and the specification of its layer.
 
     The outputs of all ranks that divide the heads, each for the whole input or its part of the
-    tokens, sum to that of the layer; without out_proj they concatenate to it. Masks and biases with
-    an axis of heads are divided like query heads.
+    tokens, add up to the output of the layer; without out_proj, they concatenate to it. Masks and
+    biases with an axis of heads are divided like query heads.
 
     Each of R ranks has N / R consecutive query heads, with their rows of q_proj, gate_proj and,
     with latents, q_b_proj and kv_b_proj; their columns of out_proj and of a relative bias; and
     their sinks. It also has their key/value heads, with the rows of k_proj and v_proj: K / R of
     them, or one that it shares with other ranks. Norms with weights per head, or over the width of
-    all heads, are divided likewise. Other norms and projections to latents are replicated.
+    all heads, are divided in the same way. Other norms and projections to latents are replicated.
 
     Only the first rank has the bias of out_proj, so that it is added once, bit for bit. The
     specification of the others has none, so that they do not train a copy.
@@ -121,7 +121,7 @@ def shard(
     Raises:
         TypeError: if an argument has the wrong type, or the weights are not floating-point arrays
             of one dtype.
-        ValueError: if the weights are not those of the spec, the rank does not exist, or the query
+        ValueError: if the weights do not fit the spec, the rank does not exist, or the query
             heads do not divide evenly. With `alone`, also if no specification describes the rank's
             computation: norms over the width of all heads, which need a sum over ranks; ALiBi,
             whose slopes depend on the number of all heads; and dropout of summed outputs.
@@ -149,7 +149,7 @@ def shard(
 
 
 def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan) -> Weights:
-    """Return the weights of a layer from those of all ranks.
+    """Return the weights of a layer from the weights of all ranks.
 
     This is the exact inverse of `shard`, with or without `alone`.
 
@@ -203,7 +203,7 @@ def _fill(
     spec: AttentionSpec,
     plan: ShardPlan,
 ) -> None:
-    """Fill the heads of a weight with those of all ranks, which must agree on shared ones."""
+    """Fill the heads of a weight with the heads of all ranks, which must agree on shared ones."""
     parts = []
     for rank, (weights, own_spec) in enumerate(ranks):
         if name in weights:  # only the first rank has the bias of out_proj

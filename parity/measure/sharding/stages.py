@@ -15,7 +15,7 @@ from parity.measure.sharding.shard import ShardPlan, local_heads
 
 QUERIES = ("mask", "q", "scores", "attn_weights", "context")
 KEYS = ("k", "v", "cache.keys", "cache.values")
-"""Stages whose second axis is that of query heads, or of key/value heads."""
+"""Stages whose second axis is the axis of query heads, or of key/value heads."""
 
 
 def unshard_stages(
@@ -25,12 +25,12 @@ def unshard_stages(
     *,
     summed: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Return the stages of a layer from those of all ranks, to compare runs of any framework.
+    """Return the stages of a layer from the stages of all ranks, to compare runs of any framework.
 
     Args:
         shards: stages of each rank, in order, by the names in `STAGES`, as arrays of any framework:
-            those of local heads and, if tokens are also divided (only without a cache), of local
-            queries, keys and values; `output` is its part of the sum, or the sum.
+            the stages of local heads and, if tokens are also divided (only without a cache), of
+            local queries, keys and values; `output` is its part of the sum, or the sum.
         spec: whole layer.
         plan: division of the layer.
         summed: outputs are already summed over ranks.
@@ -110,7 +110,7 @@ def _place_of_heads(name: str, spec: AttentionSpec) -> _PlaceOfHeads | None:
     stage = stage_named(name)
     if stage.is_gradient or stage.kind not in STAGES:
         raise InputError(
-            "stages", "be those of a forward pass, by the names of the stages", stages=name
+            "stages", "come from a forward pass, by the names of the stages", stages=name
         )
     quantity = stage.quantity
     if quantity in KEYS and spec.latent is None:

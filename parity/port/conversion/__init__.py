@@ -4,7 +4,7 @@
 - `Checkpoint` (`checkpoint`): an open checkpoint. `Checkpoint.open(path)` reads tensors, own
   metadata and configuration once each. Its `layers(hints)` returns `CheckpointLayers`, whose
   `plan(layout)` returns a `Plan` (`plan`), whose `write(path)` writes the tensors of the target.
-- `FileLayer` (`layers`): one layer, with its specification and the places of its weights.
+- `FileLayer` (`layers`): one layer, with its specification and the location of its weights.
 
 Start at `convert.convert_file`, which is these four calls, or at `convert.convert` for weights in
 memory.

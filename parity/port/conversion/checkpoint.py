@@ -98,7 +98,8 @@ class Checkpoint:
         try:
             return ModelConfig.read(path)
         except InputError as error:
-            # The file is truncated or of another kind. Without its hints a wrong layer may result.
+            # The file is truncated or of the wrong kind. Without its hints a wrong layer may
+            # result.
             error.hint = "correct it, or remove it"
             raise
 
@@ -170,9 +171,9 @@ class Checkpoint:
 
         Args:
             caller: hints of the caller.
-            layout: name of their layout; default: that of the metadata or the model's family.
+            layout: name of their layout; default: from the metadata or the model's family.
             prefix: prefix of their tensor names, without the last dot; `{i}` stands for numbers,
-                and the prefix of a stack means all its layers. Default: those of the metadata or
+                and the prefix of a stack means all its layers. Default: from the metadata or
                 the model, otherwise empty.
             argument: name of the layout argument in messages.
             drop: features that may be left out, as in `convert_file`.
@@ -275,15 +276,15 @@ class CheckpointLayers:
         return [name for name in self.checkpoint.tensors.infos if name not in of_layers]
 
     def warn_if_incomplete(self) -> None:
-        """Warn if the layers differ from those of the configuration.
+        """Warn if the layers differ from the configuration.
 
         Warns:
             IgnoredSettingsWarning: for missing layers, and for layers that the configuration does
                 not describe.
         """
         path = self.checkpoint.path
-        # The level is that of the caller of `load`. Other callers are programs of the command line,
-        # which prints warnings without their places.
+        # The level is the level of the caller of `load`. Other callers are programs of the command
+        # line, which prints warnings without their locations.
         if self.missing:
             words = f"not in {path}, although its configuration or its metadata describes them: "
             warnings.warn(words + some_of(self.missing), IgnoredSettingsWarning, stacklevel=3)
@@ -300,7 +301,7 @@ class CheckpointLayers:
         drop: Collection[str] = (),
         fill_bias: bool = False,
     ) -> Plan:
-        """Plan their conversion to another layout; the arguments are those of `convert_file`.
+        """Plan their conversion to another layout; the arguments are as in `convert_file`.
 
         Raises:
             ValueError: if the layout cannot hold the layers, two tensors would have the same name,

@@ -72,12 +72,12 @@ def load(
 
     Args:
         path: a file, or a folder of shards.
-        layout: layout of the layer; default: that of the file's metadata or the model's family.
-        prefix: prefix of the layer's tensor names, without the last dot; default: that of the
+        layout: layout of the layer; default: from the file's metadata or the model's family.
+        prefix: prefix of the layer's tensor names, without the last dot; default: from the
             metadata. A layer of a stack, whose tensors have a leading axis of layers, has an index:
             `layers.self_attn[3]`.
-        keywords: num_heads, num_kv_heads, head_dim, rope, spec, as in `convert`; default: those of
-            the file's metadata, of the GGUF file, or of the `config.json` next to the file.
+        keywords: num_heads, num_kv_heads, head_dim, rope, spec, as in `convert`; default: from the
+            file's metadata, of the GGUF file, or of the `config.json` next to the file.
 
     Returns:
         Canonical weights, and the specification of the layer.
@@ -102,7 +102,7 @@ def load(
         labels = [layer.label for layer in layers.in_order]
         if len(labels) != 1:
             got = f"one of {len(labels)} in {path}: {labels[0]} to {labels[-1]}"
-            raise InputError("prefix", "be that of one layer", got)
+            raise InputError("prefix", "belong to one layer", got)
         return layers.in_order[0].load()
 
 
@@ -123,7 +123,7 @@ def save(
             "spec",
             "be passed with weights by name",
             spec=None,
-            hint="`parity.spec_of` returns that of a module",
+            hint="`parity.spec_of` returns the specification of a module",
         )
     tensors = from_canonical(weights, spec, target)
     laid_out = {join(prefix, name): array for name, array in tensors.items()}
@@ -160,12 +160,12 @@ def convert_file(
         source_path: a file, a folder of shards, or a folder of rank files.
         target_path: a file, whose suffix selects the format; an existing folder, which gets a
             `model.safetensors`; or with `ranks` a new folder.
-        source: layout of the layers; default: that of the file's metadata or the model's family.
+        source: layout of the layers; default: from the file's metadata or the model's family.
         target: layout to write.
         prefix: prefix of a layer's tensor names, without the last dot; `{i}` stands for its number.
-            Default: that of the metadata, otherwise the prefixes of all attention layers of the
+            Default: from the metadata, otherwise the prefixes of all attention layers of the
             model, otherwise empty.
-        to_prefix: prefix in the target; default: that of the target layout, if it has one, or
+        to_prefix: prefix in the target; default: the prefix of the target layout, if it has one, or
             else `prefix`.
         keep_rest: copy all other tensors unchanged; otherwise leave them out.
         max_shard_bytes: split the target into files of about this size.
@@ -183,8 +183,8 @@ def convert_file(
         OSError: if a file cannot be read or written.
         FileExistsError: if the target exists, without `force`.
         ValueError: as in `convert`, or if there is no such layer, two tensors would have the same
-            name, layers cannot be stacked, the target is the source, the existing target has
-            another format, or the target cannot represent the layers.
+            name, layers cannot be stacked, the target is the source, the existing target has a
+            different format, or the target cannot represent the layers.
 
     Example:
         >>> parity.save("layer.safetensors", torch.nn.MultiheadAttention(64, 8))

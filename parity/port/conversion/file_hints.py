@@ -116,7 +116,7 @@ class FileHints:
             prefix_of_stack = label.partition("[")[0]
             if prefix_of_stack not in prefixes:
                 missing.append(label)
-        # Layers are distinguished by identity, because those of two parts may be equal.
+        # Layers are distinguished by identity, because layers of two parts may be equal.
         model = self.model
         read_layers: set[int] = set()
         for label in labels:
@@ -172,7 +172,7 @@ class FileHints:
 
 
 class LayerPlace(NamedTuple):
-    """The place of similar layers in a file.
+    """The location of similar layers in a file.
 
     Attributes:
         prefix: prefix of their tensors, with `{i}` for numbers.
@@ -193,7 +193,8 @@ NOT_LISTED = (
 def places_of_layers(
     file: TensorFile, hints: FileHints, prefix: str | None, layout: str | None, argument: str
 ) -> list[LayerPlace]:
-    """Return the places of a file's layers, by the caller, the file's own metadata, or the model.
+    """Return the locations of a file's layers, by the caller, the file's own metadata, or the
+    model.
 
     Args:
         file: the open file.

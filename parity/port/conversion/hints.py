@@ -126,7 +126,7 @@ def merge(label: str, in_order: Iterable[LayerHints]) -> LayerHints:
 
 
 def _with_later(earlier: LayerHints, later: LayerHints, label: str) -> LayerHints:
-    """Add the hints of a later source to those of earlier ones."""
+    """Add the hints of a later source to the hints of earlier ones."""
     earlier_names = {*earlier.values}
     if earlier.counts:
         earlier_names.update(COUNTS)  # counts of two sources do not mix

@@ -52,7 +52,7 @@ class FileLayer:
         numbers: numbers in the prefix, for `{i}`.
         index: its index in the stack under the prefix, or None.
         axis: axis of the stack.
-        placement: places of its weights in tensors.
+        placement: location of its weights in tensors.
         spec: its specification.
         hints: what was known of it before its tensors were examined.
         sources: full names of its tensors, by name after the prefix.
@@ -260,8 +260,8 @@ def layers_under(
     """Find the attention layers under a prefix.
 
     Raises:
-        ValueError: if there is none, its tensors do not fit the layout, or another table of this
-            name wrote the file.
+        ValueError: if there is none, its tensors do not fit the layout, or a different table of
+            this name wrote the file.
 
     Warns:
         IgnoredSettingsWarning: as in `load`.
@@ -281,7 +281,7 @@ def layers_under(
             shapes = {short: file.infos[name].shape for short, name in sources.items()}
             entries, axis = _identify(shapes, concrete, layout, hints, layer_hints)
         except LayoutMismatchError as error:
-            # Another prefix than the empty one may be meant.
+            # A prefix other than the empty one may be meant.
             if not concrete and any(fitting_prefixes(file.shapes, layout)):
                 raise _no_layer(LayoutMismatchError, file, prefix, layout) from None
             if any(QUANTISED.search(name) for name in sources):
@@ -317,7 +317,8 @@ def layers_under(
         _check_values(layer)
     unread = unread_of(layers)
     if unread:
-        # The level is that of the caller of `load` or `convert_file`, above `Checkpoint.layers`.
+        # The level is the level of the caller of `load` or `convert_file`, above
+        # `Checkpoint.layers`.
         warnings.warn(_ignored_settings(unread, hints), IgnoredSettingsWarning, stacklevel=4)
     return layers
 
@@ -403,7 +404,9 @@ def _entry_at(
     size = f"a stack of {len(entries)}"
     if entries[0].index is None:
         size = "no stack"
-    raise InputError("prefix", f"be that of a layer in {file.path}", f"prefix={prefix!r} of {size}")
+    raise InputError(
+        "prefix", f"be the prefix of a layer in {file.path}", f"prefix={prefix!r} of {size}"
+    )
 
 
 def _check_values(layer: FileLayer) -> None:
@@ -433,7 +436,11 @@ def _no_layer(kind: type[InputError], file: TensorCache, prefix: str, layout: La
         )
     remedy = [{"prefix": pattern} for pattern in fitting]
     return kind(
-        "prefix", f"be that of a layer in {file.path}", prefix=prefix, remedy=remedy, hint=hint
+        "prefix",
+        f"be the prefix of a layer in {file.path}",
+        prefix=prefix,
+        remedy=remedy,
+        hint=hint,
     )
 
 
@@ -554,7 +561,7 @@ def _layer_by_shapes(
     try:
         spec = find_spec(shapes, layout, layer_hints)
     except ValueError:
-        # The heads of the configuration may be those of other layers, or of another model.
+        # The heads of the configuration may belong to other layers, or of another model.
         layer_hints = hints.without_heads_of_model(prefix)
         spec = find_spec(shapes, layout, layer_hints)
     layer_hints = replace(layer_hints, spec=spec)

@@ -119,8 +119,8 @@ class OwnMetadata:
         raise InputError(
             f"the table of {layout.name}",
             f"be the one that {path} was written by",
-            f"another one from {layout.source}",
-            hint="pass that table, or give this one another name if the file follows it",
+            f"a different one from {layout.source}",
+            hint="pass that table, or give this one a different name if the file follows it",
         )
 
     @property
@@ -272,8 +272,8 @@ archive: its length has 16 bits.
 def with_source(
     metadata: Mapping[str, str], file: TensorFile, suffix: str
 ) -> tuple[dict[str, str], list[str]]:
-    """Return metadata of a target, including that of its source, and the names of source entries
-    that were left out.
+    """Return metadata of a target, including the metadata of its source, and the names of source
+    entries that were left out.
 
     Entries of the target take precedence; its suffix limits how many fit.
     """

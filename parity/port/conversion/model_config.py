@@ -123,7 +123,7 @@ class ModelHints:
         layer is unknown.
         """
         words = label.split(".")
-        # The longest ending first, because a short one may also be that of another part.
+        # The longest ending first, because a short one may also be the ending of another part.
         for begin in range(len(words)):
             by_section = self.paths.get(".".join(words[begin:]))
             if by_section is None:
@@ -166,7 +166,8 @@ def hints_of_config(
 ) -> ModelHints:
     """Return the hints of the configuration next to a file that mha-parity did not write.
 
-    The caller must check that the shapes agree, because a config.json may belong to another model.
+    The caller must check that the shapes agree, because a config.json may belong to a different
+    model.
 
     Args:
         config: the configuration.
@@ -219,7 +220,7 @@ def hints_of_config(
 
 
 def _with_paths(layers: Sequence[ModelLayer]) -> list[ModelLayer]:
-    """Return the layers whose weights have a known place."""
+    """Return the layers whose weights have a known path."""
     return [layer for layer in layers if layer.path]
 
 
@@ -300,7 +301,7 @@ def _attention_keys(values: Mapping[str, Any], read: Collection[str] = ()) -> di
 def _numbers_of_heads(
     origin: str, config: Mapping[str, Any], theta: Any, unread: Mapping[str, Any]
 ) -> LayerHints:
-    """Return the hints that are numbers in a configuration, if it has that of query heads."""
+    """Return the hints that are numbers in a configuration, if it has the number of query heads."""
     counts = {
         "num_heads": config.get("num_attention_heads", config.get("n_head")),
         "num_kv_heads": config.get("num_key_value_heads"),

@@ -114,7 +114,7 @@ class Converted(JsonRecord):
 
     Attributes:
         source: name of the layers' layout in the source.
-        layers: prefixes of the converted layers; those of a stack have an index in brackets.
+        layers: prefixes of the converted layers; layers of a stack have an index in brackets.
         spec: their specification, if all have the same.
         kept, dropped: names of the other tensors.
         heads_from: the file that specified the heads, if it was neither the caller nor the source
@@ -203,11 +203,12 @@ class Plan:
     def place_layers(
         self, groups: Sequence[LayerGroup], to_prefix: str | None, *, fill_bias: bool
     ) -> None:
-        """Choose the place of each layer in the target.
+        """Choose where each layer goes in the target.
 
         Args:
             groups: the layers of the source.
-            to_prefix: prefix in the target, as in `convert_file`; None for that of the source.
+            to_prefix: prefix in the target, as in `convert_file`; None for the prefix of the
+                source.
             fill_bias: add zero biases if the layout requires biases.
 
         Raises:
@@ -218,7 +219,9 @@ class Plan:
             raise InputError("prefix", f"be one of {prefixes} with to_prefix", "none")
         if self.keep_rest and any(ENTRY.fullmatch(group.prefix) for group in groups):
             raise InputError(
-                "prefix", "be that of a whole stack if the rest is kept", prefix=groups[0].prefix
+                "prefix",
+                "be the prefix of a whole stack if the rest is kept",
+                prefix=groups[0].prefix,
             )
         if to_prefix is None and self.layout.prefix and len(groups) == 1:
             to_prefix = self.layout.prefix
@@ -326,7 +329,7 @@ class Plan:
         self.tensors[name] = tensor
 
     def _add_layers(self, prefixes: Iterable[str]) -> None:
-        """Add the tensors of the layers under prefixes of the target, those of one name
+        """Add the tensors of the layers under prefixes of the target, tensors of one name
         together.
         """
         placements_by_prefix: dict[str, Placement] = {}
@@ -437,13 +440,13 @@ class Plan:
             OSError: if a file cannot be read or written.
             FileExistsError: if the target exists, without `force`.
             ValueError: if a tensor has values that are not finite, or the target is the source, has
-                another format, or cannot be divided.
+                a different format, or cannot be divided.
         """
         if ranks is not None and max_shard_bytes is not None:
             raise InputError("max_shard_bytes", "be left out with ranks", ranks=ranks)
         path_of_file = path
         if ranks and self.layout.ranks is not None:
-            # The path is that of the folder. How many metadata fit depends on a file in it.
+            # The path is the folder's. How many metadata fit depends on a file in it.
             path_of_file = self.layout.ranks.file
         suffix = Path(path_of_file).suffix
         metadata, metadata_left_out = with_source(self._metadata(), self.source.file, suffix)
@@ -483,7 +486,7 @@ class Plan:
         return record
 
     def _metadata(self) -> dict[str, str]:
-        """Return the metadata to write with the tensors, without those of the source."""
+        """Return the metadata to write with the tensors, without the metadata of the source."""
         ignored: set[str] = set()
         if self.keep_rest and self.rest:
             ignored = self._ignored()
@@ -506,7 +509,9 @@ class Plan:
         )
 
     def _has_others(self) -> bool:
-        """Return whether the target has other modules with prefixes like those of the layers."""
+        """Return whether the target has other modules with prefixes like the prefixes of the
+        layers.
+        """
         if not self.keep_rest:
             return False
         for name in self.rest:
@@ -525,7 +530,7 @@ class Plan:
         return {pattern for pattern in ignored if not self._hides_weights(pattern)}
 
     def _hides_weights(self, pattern: str) -> bool:
-        """Return whether a name with wildcards is that of a tensor of a layer in the target."""
+        """Return whether a name with wildcards is the name of a tensor of a layer in the target."""
         return any(matches_any(short, [pattern]) for short in self.written_names)
 
     def _ignored_in_source(self) -> set[str]:
@@ -639,7 +644,7 @@ def _placed(
             layers are stacked.
 
     Raises:
-        ValueError: if the prefix has another number of `{i}`, or the layers cannot be stacked.
+        ValueError: if the prefix has the wrong number of `{i}`, or the layers cannot be stacked.
     """
     numbers, to_numbers = prefix.count("{i}"), to_prefix.count("{i}")
     are_in_stack = {layer.index is not None for layer in layers}
@@ -675,7 +680,7 @@ def _in_stack_order(layers: list[FileLayer], prefix: str) -> list[FileLayer]:
     kinds = {(*layer.to_spec.weight_shapes.items(), layer.dtype) for layer in layers}
     if len(kinds) > 1:
         raise InputError(
-            "layers", f"have one shape and dtype to be stacked, but those of {prefix} differ"
+            "layers", f"have one shape and dtype to be stacked, but the tensors of {prefix} differ"
         )
     return layers
 

@@ -96,7 +96,7 @@ class Names:
     """The names in a file, sorted once, so that a search is fast: a file may have 200,000 names.
 
     Attributes:
-        order: place of each name in the file.
+        order: index of each name in the file.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -136,7 +136,7 @@ class Names:
         return prefixes
 
     def _ending_with(self, ending: str) -> list[str]:
-        """Return the names whose last words are those of an ending."""
+        """Return the names whose last words are the words of an ending."""
         num_words = ending.count(".") + 1
         if num_words not in self._by_ending:
             self._by_ending[num_words] = self._by_last_words(num_words)

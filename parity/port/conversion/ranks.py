@@ -107,7 +107,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
     count = file.metadata.get(NUM_RANKS, "1")
     if count != "1":
         file.close()
-        raise InputError(path, f"be read with the files of all {count} ranks", "that of one")
+        raise InputError(path, f"be read with the files of all {count} ranks", "the file of one")
     return file
 
 
@@ -390,7 +390,7 @@ def _division(
 ) -> Division | None:
     """Return the division of a tensor; None if it is unknown.
 
-    The shapes are those of one of `count` ranks, or of whole tensors if `count` is 1; `norms` are
+    The shapes are of one of `count` ranks, or of whole tensors if `count` is 1; `norms` are
     the divided norms.
     """
     for tensor in (*layout.tensors, *layout.others):

@@ -50,7 +50,7 @@ class LayerTensor:
     Attributes:
         layers: the layers; a single one unless they are stacked.
         name: name of the tensor after the prefix.
-        placement: places of the weights of each layer in tensors.
+        placement: locations of the weights of each layer in tensors.
         is_stacked: whether the tensor has an axis of layers.
     """
 

@@ -24,7 +24,8 @@ def import_keras(framework: str | None = None) -> ModuleType:
 
     Args:
         framework: framework to import it with, unless Keras is already imported or `KERAS_BACKEND`
-            is set. Default: that of the user's Keras settings if installed, otherwise torch or JAX.
+            is set. Default: the backend of the user's Keras settings if installed, otherwise torch
+            or JAX.
 
     Raises:
         ImportError: if Keras or its framework is not installed.

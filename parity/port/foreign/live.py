@@ -326,7 +326,9 @@ def _all_sections(values: Mapping[str, Any], prefix: str = "") -> dict[str, Mapp
 
 
 def _family_of(modules: Iterable[Any]) -> str | None:
-    """Return the family of the first module with a configuration: each has that of its own part."""
+    """Return the family of the first module with a configuration: each has the configuration of its
+    own part.
+    """
     for module in modules:
         family = getattr(getattr(module, "config", None), "model_type", None)
         if family:

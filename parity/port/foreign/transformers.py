@@ -62,7 +62,7 @@ class _Way(NamedTuple):
     Attributes:
         root: path of the part that is called.
         args, kwargs: its arguments.
-        states: states that the layer gets instead of those of the call; None to keep these.
+        states: states that the layer gets instead of the states of the call; None to keep these.
     """
 
     root: str
@@ -565,7 +565,7 @@ def _part_of(attention: nn.Module, layer: ModelLayer, what: str) -> nn.Module:
     A norm may precede the query projection.
     """
     modules = dict(attention.named_modules())
-    # The names in memory may be those of other layouts.
+    # The names in memory may come from other layouts.
     for layout in (layer.layout, *LIVE):
         for tensor in LAYOUTS[layout].tensors:
             path = tensor.name.rpartition(".")[0]
@@ -577,7 +577,9 @@ def _part_of(attention: nn.Module, layer: ModelLayer, what: str) -> nn.Module:
 
 
 def _layers_and_block(path: str) -> tuple[str, str]:
-    """Return the path of all layers, and that of the layer that contains an attention module."""
+    """Return the path of all layers, and the path of the layer that contains an attention
+    module.
+    """
     words = path.split(".")
     are_numbers = [word.isdigit() for word in words]
     number = are_numbers.index(True)
@@ -585,7 +587,7 @@ def _layers_and_block(path: str) -> tuple[str, str]:
 
 
 class _Identity(nn.Module):
-    """A layer that returns its input, with the attributes of the layer in whose place it is."""
+    """A layer that returns its input, with the attributes of the layer that it replaces."""
 
     def __init__(self, layer: nn.Module, num_outputs: int) -> None:
         super().__init__()
@@ -619,7 +621,7 @@ class _IdentityOfStates(nn.Module):
 def _passed_through(
     model: nn.Module, path: str, num_outputs: int, sharing_layer: str
 ) -> Iterator[None]:
-    """Replace the layers before that of an attention module by the identity.
+    """Replace the layers before the layer of an attention module by the identity.
 
     Args:
         model: the model.

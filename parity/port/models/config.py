@@ -72,7 +72,7 @@ def values_of(config: Any) -> Mapping[str, Any]:
     if isinstance(config, str | os.PathLike):
         return read_config(config)
     raise InputTypeError(
-        "config", "be that of a model, its values or a path", type(config).__name__
+        "config", "be the configuration of a model, its values or a path", type(config).__name__
     )
 
 
@@ -191,7 +191,7 @@ class Config:
         return self._sections[name]
 
     def names_read(self) -> set[str]:
-        """Return the keys that were read and have values, with those of sections, by their own
+        """Return the keys that were read and have values, with the keys of sections, by their own
         names.
         """
         names = {name for name in self._read if name in self}
@@ -200,7 +200,9 @@ class Config:
         return names
 
     def numbers_read(self) -> dict[str, Any]:
-        """Return the numbers and lists among the values that were read, with those of sections."""
+        """Return the numbers and lists among the values that were read, with the ones of
+        sections.
+        """
         numbers: dict[str, Any] = {}
         for name in sorted(self._read & self._values.keys()):
             value = self._values[name]

@@ -15,7 +15,7 @@ LARGEST_COUNT = 2**63 - 1
 """Larger integers, which JSON may hold, are beyond every size, and some are beyond floats."""
 
 Check = Callable[[str, Any], object]
-"""Raises a refusal if the value of a key, by its name, is of another kind."""
+"""Raises an error if the value of a key, by its name, has the wrong type."""
 
 
 def _integer(name: str, value: Any) -> None:

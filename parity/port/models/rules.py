@@ -50,7 +50,7 @@ def _no_layer(layer: ConfigLayer) -> None:
 
 @dataclass(frozen=True)
 class Stack:
-    """Consecutive attention layers of a model: those of a decoder, or of one part of a model.
+    """Consecutive attention layers of a model: the layers of a decoder, or of one part of a model.
 
     Attributes:
         fields: fields of `AttentionSpec`, each a value or a rule.
@@ -147,7 +147,8 @@ def entry_of(values: Value, index: int, rule: str = "be one for each layer") -> 
 def rope(
     *, theta: float | None = None, of: str | None = None, count: str | None = None, **options: Any
 ) -> FieldRule:
-    """Return a rule for RoPE; `of` is the key of the number of features, if not those of a head.
+    """Return a rule for RoPE; `of` is the key of the number of features, if not the features of a
+    head.
 
     `count` is an optional key of the number of rotated features, if no key has their fraction. With
     `fraction` some features may be rotated, by default this fraction; without it all are.
@@ -213,7 +214,7 @@ def read_if_possible(rule: FieldRule, layer: ConfigLayer) -> Value:
     """Return the value of a rule, whose keys then count as read; nothing if a key is missing.
 
     A layer to which a rule does not apply has its keys all the same, because a configuration has
-    those of all layers.
+    the keys of all layers.
     """
     with suppress(MissingKeyError):
         return rule(layer)
@@ -309,7 +310,7 @@ def shares_keys(layer: ConfigLayer) -> Value:
     source = kv_source(layer)
     if source is None:
         return NOTHING
-    return Value(True, f"num_kv_shared_layers: those of layer {source}")
+    return Value(True, f"num_kv_shared_layers: shared with layer {source}")
 
 
 # ---- Kinds of layers -----------------------------------------------------------------------------

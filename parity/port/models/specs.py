@@ -256,7 +256,8 @@ def sections_named(label: str, sections: Iterable[str]) -> set[str]:
 
 
 def _part(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
-    """Return the configuration of a part; older ones have no family, or that of the whole model.
+    """Return the configuration of a part; older ones have no family, or the family of the whole
+    model.
 
     `where` is the path of keys to `config`, for nested parts.
     """
@@ -307,7 +308,7 @@ def _check_fixed(family: Family, config: Config) -> None:
     if classes is None or len(parts) == 1:
         return
     if any(PART_ALONE.search(str(name)) for name in classes.value):
-        raise InputError("architectures", "be those of a whole model", architectures=classes.value)
+        raise InputError("architectures", "belong to a whole model", architectures=classes.value)
 
 
 def _layers(stack: Stack, config: Config) -> list[ModelLayer]:
@@ -357,7 +358,9 @@ def _number_of_layers(stack: Stack, config: Config) -> int:
 
 
 def _family(values: Mapping[str, Any], where: str) -> Family:
-    """Return the family of a configuration, which is at `where` in that of the whole model."""
+    """Return the family of a configuration, which is at `where` in the configuration of the whole
+    model.
+    """
     if "" in known_parts(values):
         return FAMILIES[str(values["model_type"])]
     name = str(values.get("model_type"))
@@ -495,15 +498,15 @@ def _keys_of(error: InputError, config: Config) -> str:
 
 
 def _name_in_section(key: str) -> str:
-    """Return the name of a key without that of its section: `rope_theta` of
+    """Return the name of a key without the name of its section: `rope_theta` of
     `rope_parameters.rope_theta`.
     """
     return key.rpartition(".")[2]
 
 
 def _origins_in(error: InputError, fields: Mapping[str, Value]) -> str:
-    """Return the keys of the fields that an error names or, if it names none of them, those of the
-    sizes.
+    """Return the keys of the fields that an error names or, if it names none of them, the keys of
+    the sizes.
     """
     words = set(re.findall(r"\w+", str(error)))
     named = [name for name in fields if name in words]

@@ -12,7 +12,7 @@ def arguments_of(
 ) -> dict[str, Any]:
     """Return the arguments of a call by the names of parameters, or by number if those are unknown.
 
-    Those that `**keywords` receives have their own names, and those of `*args` are `args0`, ….
+    Those that `**keywords` receives have their own names, and the ones of `*args` are `args0`, ….
     """
     try:
         signature = inspect.signature(function)

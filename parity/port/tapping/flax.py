@@ -1,7 +1,7 @@
 """Record attention layers of a Flax model by intercepting calls of nnx and linen modules.
 
 Under `jax.grad` the values of a layer are tracers. A function with a backward pass of its own,
-which JAX calls with their numbers, shows these and their gradients.
+which JAX calls with their values, shows these and their gradients.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class _FlaxListener:
             if _is_ours(module):
                 self.values["mask"] = _values_of(mask).astype(bool)
             elif type(module).__module__.startswith("flax."):
-                # Flax's masks show keys, and may be numbers.
+                # Flax's masks show keys, and may be floats.
                 self.values["mask"] = ~_values_of(mask).astype(bool)
         self.past = _num_cached(module, arguments)
 
@@ -229,7 +229,7 @@ def _is_tracer(x: Any) -> bool:
 
 
 def _values_of(x: Any) -> np.ndarray:
-    """Return an array as NumPy's, also that of a tracer of `jax.grad`."""
+    """Return an array as NumPy's, including the value of a tracer of `jax.grad`."""
     numbers = [x]
     if _is_tracer(x):
         _observed(numbers.append, _ignore, x)
@@ -322,7 +322,7 @@ def _recording_sow(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def sow(self: Any, collection: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
         if _OPEN:
-            # Listeners of nnx hold the module, and those of linen its path.
+            # Listeners of nnx hold the module, and listeners of linen its path.
             layer = _OPEN[-1].module
             if layer is self or layer == getattr(self, "path", None):
                 _OPEN[-1].sown(name, value)
@@ -492,7 +492,7 @@ class _LinenTap:
 
 
 def _contains_another(path: tuple[str, ...], paths: list[tuple[str, ...]]) -> bool:
-    """Return whether one of the paths is that of a module inside this one."""
+    """Return whether one of the paths leads to a module inside this one."""
     for other in paths:
         beginning = other[: len(path)]
         if other != path and beginning == path:

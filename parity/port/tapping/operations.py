@@ -93,7 +93,7 @@ class Attended:
 
     Attributes:
         q, k, v, context: heads (B, heads, tokens, features).
-        mask: True where a query may attend to a key, or numbers that are added to scores.
+        mask: True where a query may attend to a key, or values that are added to scores.
         scale: factor of the products of queries and keys.
         soft_cap: bound of the scores; None if there is none.
         scores: input of the softmax, (B, N, T, S); None if it was not recorded.
@@ -118,7 +118,7 @@ class LayerOperations:
     Attributes:
         sees_functions: whether calls of `scaled_dot_product_attention` are recorded themselves.
             Code that detects such recording, such as the fast path of `nn.MultiheadAttention`, then
-            computes in another way.
+            computes differently.
         softmaxes: recorded softmaxes.
         contexts: products of attention weights and values, weights first.
         calls: arguments by name and results of calls of `scaled_dot_product_attention`.
@@ -233,8 +233,8 @@ class LayerOperations:
         (softmax,) = self.softmaxes
         scores = [origin for origin in softmax.origins if isinstance(origin, Scores)]
         if len(scores) > 1:
-            # Scores of the shape of the weights are those of queries and keys. Others are products
-            # of vectors of distances, which may be fitted to the numbers.
+            # Scores of the shape of the weights are the products of queries and keys. Others are
+            # products of vectors of distances, which may be fitted to the values.
             shape = self.contexts[0].left.shape if len(self.contexts) == 1 else None
             scores = [origin for origin in scores if origin.product.result.shape == shape]
         if len(scores) != 1 or _has_softmax(softmax.origins):
@@ -389,7 +389,7 @@ def _of_softmax(
     sizes = list(softmax.weights.shape)
     del sizes[softmax.axis]
     q = _heads(scores.product.left, batch_size, num_tokens, sizes)
-    # The weights were multiplied by values with their axes in another order.
+    # The weights were multiplied by values with their axes in a different order.
     logits = softmax.scores.permute(order)
     sizes = list(logits.shape[:-1])
     logits = _heads(logits.reshape(context.left.shape), batch_size, num_tokens, sizes)
@@ -427,7 +427,8 @@ def _heads(x: Tensor, batch_size: int, num_tokens: int, sizes: list[int]) -> Ten
 def _order_of_weights(softmax: Softmax, weights: Tensor) -> tuple[int, ...] | None:
     """Return the order of the softmax's axes in the weights that multiply values.
 
-    The softmax's axis comes last, since it is that of keys. None if the weights are not its result.
+    The softmax's axis comes last, since it is the axis of keys. None if the weights are not its
+    result.
     """
     other_axes = list(range(softmax.scores.ndim))
     other_axes.remove(softmax.axis)

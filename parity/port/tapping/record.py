@@ -46,7 +46,7 @@ VALUES = {
 
 `positions` may have one more leading axis, for rows and columns. `is_real` is False for padding; if
 the model received a full mask instead of a padding mask, it is False for tokens that attend to
-nothing. `mask` is the mask of the attention function: True where a key is hidden, or numbers added
+nothing. `mask` is the mask of the attention function: True where a key is hidden, or values added
 to the scores. `call_mask` is the part of it that the caller passed and the specification does not
 define; a tap does not record it. `k` and `v` belong to the call's own tokens. `scores` are the
 input of the softmax, mask and biases included, if no attention function was called. `cache.keys`
@@ -61,7 +61,7 @@ called once per segment. Its inputs and outputs are then joined.
 
 A layer that attends to another sequence has `key_input`, `k` and `v` in the first of several calls
 with a cache, and `key_is_real` is False for padding of that sequence. `value_input` is present only
-if values come from another input than keys.
+if values come from a different input than keys.
 """
 
 
@@ -94,7 +94,7 @@ class TappedLayer:
 
     Attributes:
         name: of the module in its model.
-        index: number of the layer in the model; its place among the tapped layers if it has none.
+        index: number of the layer in the model; its index among the tapped layers if it has none.
         module: name of its class.
         kind: its type in the model's configuration, such as `sliding_attention`; empty if not
             specified.
@@ -104,7 +104,7 @@ class TappedLayer:
             if unknown.
         scale, window, soft_cap: arguments of its attention function: the factor of scores, the
             number of last tokens to attend to, and the bound of scores. Without such a function,
-            those of its operations; None if unknown.
+            the ones of its operations; None if unknown.
         cache: the class of transformers whose quantized cache it has, such as `Fp8QuantizedLayer`;
             empty for other caches.
         not_seen: why neither an attention function nor attention operations were observed; empty if
@@ -333,12 +333,12 @@ def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list
 
 
 def fits(pattern: str, name: str, class_name: str) -> bool:
-    """Return whether a pattern matches a module's name, or that of its class."""
+    """Return whether a pattern matches a module's name, or the name of its class."""
     return fnmatchcase(name, pattern) or fnmatchcase(class_name, pattern)
 
 
 def _contains_another(name: str, names: list[str]) -> bool:
-    """Return whether one of the names is that of a module inside this one; "" is the model."""
+    """Return whether one of the names belongs to a module inside this one; "" is the model."""
     if not name:
         return any(names)
     return any(other.startswith(f"{name}.") for other in names)

@@ -54,9 +54,9 @@ def tap_torch(
 
     Args:
         model: the model.
-        patterns: names of modules or classes; None for those of attention.
+        patterns: names of modules or classes; None for attention modules.
         sees_functions: whether to also record operations inside attention functions, and whole
-            function calls. Layers may then compute their results in another way.
+            function calls. Layers may then compute their results differently.
     """
     modules = dict(model.named_modules())
     if any(_is_compiled(module) for module in modules.values()):
@@ -97,7 +97,7 @@ def _new_layer(name: str, module: nn.Module, place: int, kinds: list[str]) -> Ta
     Args:
         name: of the module.
         module: the module.
-        place: its place among the tapped modules.
+        place: its index among the tapped modules.
         kinds: type of each layer of the model; empty if unknown.
     """
     index = getattr(module, "layer_idx", None)
@@ -210,7 +210,7 @@ class _ModelState:
         positions: positions of the tokens; None if unknown.
         padding: mask of the tokens, False for padding; None if the model received none.
         key_padding: the same of the sequence that cross-attention attends to.
-        has_other_mask, has_other_key_mask: whether it received another kind of mask.
+        has_other_mask, has_other_key_mask: whether it received a different kind of mask.
     """
 
     def __init__(self) -> None:
@@ -254,7 +254,9 @@ class _ModelState:
 
 
 def _padding(mask: Any) -> tuple[Tensor | None, bool]:
-    """Return a padding mask or None, and whether there is another mask, as with a static cache."""
+    """Return a padding mask or None, and whether there is a different mask, as with a static
+    cache.
+    """
     if mask is None:
         return None, False
     if isinstance(mask, Tensor) and mask.ndim == 2:
@@ -329,7 +331,7 @@ class _TorchListener:
         stack.callback(handle.remove)
         for name, child in self.module.named_children():
             weight = getattr(child, "weight", None)
-            # A weight with two axes is that of a projection; norms have one.
+            # A weight with two axes belongs to a projection; norms have one.
             if isinstance(weight, Tensor) and weight.ndim == 2:
                 handle = child.register_forward_hook(functools.partial(self._projected, name))
                 stack.callback(handle.remove)
@@ -393,7 +395,7 @@ class _TorchListener:
             self.continued_rows = None
         self.num_keys = 0
         if self.cache is not None and getattr(self.module, "is_kv_shared_layer", False):
-            # It has no keys of its own; the first layer has already appended those of this call.
+            # It has no keys of its own; the first layer has already appended the keys of this call.
             self.past = (_num_cached(self.cache, 0) or num_tokens) - num_tokens
 
     def _attends_to(self, other: Tensor, num_tokens: int) -> None:
@@ -419,7 +421,8 @@ class _TorchListener:
         """Record the positions of the layer or of the model, whichever have more axes."""
         recorded = None
         for x in (positions, self.model.positions):
-            # Without an axis of sequences, or of other tokens, such as those of the whole cache.
+            # Without an axis of sequences, or of other tokens, such as the tokens of the whole
+            # cache.
             if x is None or x.ndim < 2 or x.shape[-1] != num_tokens:
                 continue
             # A layer may receive the positions in the text only, without the axes of RoPE.
@@ -511,7 +514,7 @@ class _TorchListener:
     def _record_self_keys(
         self, name: str, cache_name: str, x: Tensor, num_past: int, num_tokens: int
     ) -> None:
-        """Record keys or values of self-attention, and those of its cache if they differ.
+        """Record keys or values of self-attention, and of its cache if they differ.
 
         Args:
             name: of the call's own keys or values.
@@ -623,7 +626,7 @@ class _TorchListener:
         self._record_operations()
         output, *rest = result if isinstance(result, tuple | list) else (result,)
         if self.adds_residual and self.projections:
-            # As in BLOOM: the output before the residual is that of the last projection.
+            # As in BLOOM: the output before the residual is the output of the last projection.
             self.values["output"] = list(self.projections.values())[-1]
         elif isinstance(output, Tensor):
             self.values["output"] = self._batched(output)
@@ -715,7 +718,7 @@ def _block_diagonal(blocks: list[np.ndarray]) -> np.ndarray:
 
 
 def _has_same_heads(own: np.ndarray, x: Tensor) -> bool:
-    """Return whether keys of some tokens, and those of others, have the same axes but tokens."""
+    """Return whether keys of some tokens, and of other tokens, have the same axes but tokens."""
     return (*own.shape[:2], own.shape[3]) == (*x.shape[:2], x.shape[3])
 
 

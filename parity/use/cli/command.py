@@ -92,7 +92,7 @@ class Command(click.Command):
         return help_option_of(super().get_help_option(ctx))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in their groups; those of all commands come last."""
+        """Write the options in their groups; options of all commands come last."""
         by_group: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -134,7 +134,7 @@ class Argument(click.Argument):
 
 
 class Option(click.Option):
-    """An option with a place in the help.
+    """An option with its group in the help.
 
     Attributes:
         group: title above it and others.
@@ -143,7 +143,7 @@ class Option(click.Option):
     group = "options"
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        """Reject another option in the place of the value."""
+        """Reject an option where the value is expected."""
         if isinstance(value, str) and value.startswith("-") and not self.is_flag:
             flags = {flag for parameter in ctx.command.params for flag in parameter.opts}
             if value in flags:
@@ -177,7 +177,7 @@ def group_of(parameter: click.Parameter) -> str:
 
 
 def command(line: str, **attributes: Any) -> Callable[[Callable[[Options], Result]], Command]:
-    """Make a function a command with the options above it, and those of all commands."""
+    """Make a function a command with the options above it, and the options of all commands."""
 
     def make(function: Callable[[Options], Result]) -> Command:
         # Decorators run from the last to the first.
@@ -219,7 +219,7 @@ def _options_of_all_commands() -> list[click.Parameter]:
 
 
 def option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
-    """Declare an option; a last name without dashes is that of its value."""
+    """Declare an option; a last name without dashes names its value."""
     attributes.setdefault("shell_complete", COMPLETIONS.get(attributes.get("metavar", "")))
     return click.option(*flags, cls=Option, **attributes)
 

@@ -18,10 +18,11 @@ from parity.use.cli.reports import attention_maps, print_and_write, report_optio
 @command(
     "compare traces, recordings of models, or files of weights",
     about=(
-        "Compare what the inputs are. Traces, which `run --save-traces` wrote in any environment, "
-        "are compared with the reference. A recording of `parity.tap` is compared layer by layer, "
-        "with the model in --model or with a second recording. Two files of weights are compared "
-        "tensor by tensor, and stage by stage, whatever their layouts."
+        "Compare the inputs by their kind. Traces, which `run --save-traces` wrote in any "
+        "environment, are compared with the reference. A recording of `parity.tap` "
+        "is compared layer by layer, with the model in --model or with a second recording. Two "
+        "files of weights are compared tensor by tensor, and stage by stage, whatever their "
+        "layouts."
     ),
     example="mha-parity compare traces/torch traces/tt",
     well="everything is compared and agrees",
@@ -105,7 +106,7 @@ def _is_weights(path: Path, kind: str) -> bool:
     if (path / "config.json").exists():
         return True
     tensors = sorted(path.rglob("*.safetensors"))
-    # All files of a folder are of one kind; in a folder of another format none is a trace.
+    # All files of a folder are of one kind; in a folder of a different format none is a trace.
     if tensors:
         return kind_of(str(tensors[0])) != "trace"
     return any(path.iterdir())

@@ -55,7 +55,7 @@ DECLARATIONS += ("mask_name", "mask_true", "causal_name", "causal_alignment")
     "--checks",
     type=name_list,
     metavar="A,B",
-    help="rows of the matrix, such as 'mask,empty row'; default: all",
+    help="checks to run, such as 'mask,empty row'; default: all",
 )
 @option(
     "--dtypes",

@@ -121,7 +121,7 @@ def _without_drop(words: Sequence[str]) -> list[str]:
         " file records them"
     ),
 )
-@option("--fill-bias", is_flag=True, help="add biases of zeros if DST needs biases")
+@option("--fill-bias", is_flag=True, help="add zero biases if DST needs biases")
 @option(
     "--max-shard-gib", type=float, metavar="G", help="split DST into files of at most this size"
 )
@@ -131,7 +131,7 @@ def _without_drop(words: Sequence[str]) -> list[str]:
     metavar="R",
     help="divide the heads over R ranks: DST is a new folder with one file per rank",
 )
-@option("--force", is_flag=True, help="replace DST, if it is of the same format")
+@option("--force", is_flag=True, help="replace DST if it has the same format")
 @option(
     "--dry-run",
     is_flag=True,
@@ -184,8 +184,7 @@ def run(options: Options) -> Result:
         warn(f"no rules of a family, observed with random inputs: {layer}")
     if source is not checkpoint:
         warn(
-            "left out: all tensors but those of its attention layers, because no rules "
-            "distinguish them"
+            "left out: all tensors except its attention layers', because no rules distinguish them"
         )
     warn_of_parts(checkpoint)
     prefix = "--prefix"

@@ -89,8 +89,8 @@ INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two 
         "weight_names",
         metavar="LAYOUT",
         help=(
-            "names of the weights that it receives: canonical (default), model for those of the "
-            "file, or a layout, such as flax.nnx or the file of a table"
+            "names of the weights that it receives: canonical (default), model for the names of "
+            "the file, or a layout, such as flax.nnx or the file of a table"
         ),
     ),
     option(
@@ -98,8 +98,8 @@ INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two 
         type=size_list,
         metavar="48,1,1",
         help=(
-            "call it once for each chunk with this number of tokens; its parameter for a cache "
-            "receives what the previous call returned second"
+            "call it once for each chunk, with this many tokens; its cache parameter receives "
+            "the second value that the previous call returned"
         ),
     ),
     option(

@@ -11,7 +11,7 @@ from parity.use.cli.options import check_names, name_list
     "report what is installed and what would be skipped",
     about=(
         "Report which packages are installed, on which devices and with which numerics settings "
-        "the backends run, what would be skipped, and how to get it."
+        "the backends run, what would be skipped, and how to install it."
     ),
     example="mha-parity doctor --require torch,jax",
     well="reported",

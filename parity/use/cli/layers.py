@@ -66,7 +66,7 @@ def table_option() -> Decorator:
         "layout_files",
         multiple=True,
         metavar="FILE.toml",
-        help="a table of a layout that is not listed; wherever a layout is named, its file may be",
+        help="a table of an unlisted layout; its file may be used wherever a layout is named",
     )
 
 

@@ -171,7 +171,7 @@ def _say_interrupted(number: int) -> int:
 
 
 def _words_of(error: Exception) -> str:
-    """Return the text of an error; that of a file begins with its path."""
+    """Return the text of an error; the error of a file begins with its path."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
@@ -231,7 +231,7 @@ def _check_output() -> None:
 
 @contextmanager
 def _warnings_in_a_line() -> Iterator[None]:
-    """Print warnings on standard error, each once and in one line; those of libraries with their
+    """Print warnings on standard error, each once and in one line; warnings of libraries with their
     category.
     """
     shown = set()

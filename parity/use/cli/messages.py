@@ -45,7 +45,7 @@ def _print(text: str) -> None:
 
 def print_out(text: str, stream: TextIO | None = None) -> None:
     """Print text on standard output. If the reader of a pipe has stopped, drop it: the status is
-    that of the work.
+    the status of the work.
 
     Args:
         text: the text, with its line ends.
@@ -78,7 +78,7 @@ def is_writable(stream: TextIO | None) -> bool:
 def refusal(
     argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **values: Any
 ) -> InputError:
-    """Return a refusal of an argument of a command line."""
+    """Return an error about an argument of a command line."""
     # The import is here because help must be fast, and needs no errors.
     from mha_spec import InputError
 
@@ -122,7 +122,7 @@ def names_like(name: str, known_names: Iterable[str], listed: str) -> str:
 
 
 def add_hint(error: InputError, hint: str) -> None:
-    """Append a sentence to the hint of a refusal."""
+    """Append a sentence to the hint of an error."""
     error.hint = f"{error.hint}; {hint}" if error.hint else hint
 
 

@@ -43,12 +43,14 @@ CLAIMS = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal
     "--only", type=name_list, metavar="GLOBS", help="inject only these bugs, such as 'mask*,scale*'"
 )
 @option("--skip", type=name_list, metavar="GLOBS", help="leave out these bugs")
-@option("-j", "--jobs", type=int, default=1, metavar="N", help="runs at a time; default: 1")
+@option(
+    "-j", "--jobs", type=int, default=1, metavar="N", help="number of runs at a time; default: 1"
+)
 @option(
     "--timeout",
     type=float,
     metavar="SECONDS",
-    help="limit of one run; default: ten times the first one, at least 60",
+    help="limit for one run; default: ten times the first run, at least 60",
 )
 @declarations(("torch", "jax"))
 @option("--padding-true", type=OneOf(("hides", "shows")), help="effect of True in a padding mask")
@@ -75,7 +77,7 @@ def run(options: Options) -> Result:
         raise _nothing_to_inject(options, not_injected)
     tests = Suite(options.subject, view, options.tests, options.timeout)
     outcomes = []
-    # The first run is that of the tests without a bug.
+    # The first run is without a bug.
     with progress_bar(1 + len(names)) as on_bug:
         for outcome in mutate(tests, names, jobs=options.jobs, on_bug=on_bug):
             if outcome.status is Status.NOT_INJECTED:

@@ -50,7 +50,7 @@ def flag_of(name: str) -> str:
 
 
 def in_flags(refused: InputError, options: Options) -> InputError:
-    """Return a refusal of a function's argument as one of the option for it: `--to-prefix` for
+    """Return an error about a function's argument as one about the option for it: `--to-prefix` for
     `to_prefix`.
     """
     flags = {}
@@ -119,7 +119,7 @@ def _registered_name(path: str, tables: dict[str, tuple[str, Layout]]) -> str:
     layout = register_layout(path)
     first_path, first_layout = tables.setdefault(layout.name, (path, layout))
     if not layout.equals(first_layout):
-        rule = f"differ from that of {first_path}, which is another table"
+        rule = f"differ from the table of {first_path}, which is a different table"
         raise refusal("the key name", rule, repr(layout.name), where=path)
     return layout.name
 

@@ -29,7 +29,7 @@ show.
 """
 
 NAMES = ("canonical", "model")
-"""Names of the weights that a function may receive, besides those of layouts."""
+"""Names of the weights that a function may receive, besides the names of layouts."""
 
 
 class OwnLayer(NamedTuple):
@@ -190,7 +190,9 @@ def _case(
 
 
 def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
-    """Return the weights of a layer and drawn inputs, or those of the files in the options."""
+    """Return the weights of a layer and drawn inputs, or the weights and inputs in the files of the
+    options.
+    """
     from parity.explain.diagnosis.attention import input_array, read_array
     from parity.measure.core.problem import make_problem
 
@@ -231,7 +233,7 @@ def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
 def _function(name: str, options: Options) -> tuple[Callable[..., Any], bool]:
     """Return a function of the user, and whether it receives the right weights.
 
-    It does not if it has weights of its own, or those of --params.
+    It does not if it has weights of its own, or if it has the weights of --params.
     """
     from parity.explain.conformance.discover import load_callable, load_params, made
     from parity.explain.conformance.functional import weights_parameter
@@ -274,7 +276,9 @@ def _with_weights(
 def _named_weights(
     problem: Problem, right: _RightLayer, names: str | None
 ) -> Mapping[str, np.ndarray]:
-    """Return the weights of a problem under canonical names, those of the model, or of a layout."""
+    """Return the weights of a problem under canonical names, the names of the model, or of a
+    layout.
+    """
     from parity.port.conversion.convert import convert
 
     if names in (None, "canonical"):

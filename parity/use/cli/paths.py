@@ -45,10 +45,10 @@ def check_paths(options: Options, may_write: Callable[[Options, str], bool] | No
             if name != other_name and _is_same(path, other_path):
                 other_flag = _flag(other_name, options)
                 values = {flag: path, other_flag: other_path}
-                raise refusal(flag, f"be another file than {other_flag}", values)
+                raise refusal(flag, f"differ from the file of {other_flag}", values)
         if name in REPORTS:
             if may_write is not None and may_write(options, path):
-                raise refusal(flag, "be another file than those to write", {flag: path})
+                raise refusal(flag, "differ from the files to write", {flag: path})
             check_report(path, flag)
 
 

@@ -29,9 +29,9 @@ from parity.use.cli.paths import kind_of
 @option(
     "--key-input", metavar="NPY", help="with --input: sequence to attend to, for cross-attention"
 )
-@causal_option("with --input: tokens attend to no later token; default: --no-causal")
+@causal_option("with --input: tokens do not attend to later ones; default: --no-causal")
 @option("--labels", metavar="A,B", help="labels of the keys, and of the queries")
-@option("--labels-file", metavar="FILE", help="file with one label a line")
+@option("--labels-file", metavar="FILE", help="file with one label per line")
 @option("--query-labels", metavar="A,B", help="labels of the queries, if they differ")
 @option("--heads", type=range_list, metavar="0,5-7", help="heads to draw; default: all")
 @option(

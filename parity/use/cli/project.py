@@ -23,11 +23,11 @@ def defaults_of_project(program: click.Group, command: str) -> dict[str, dict[st
     click's `default_map`; empty without a table.
 
     The table has options of all commands by their names, and a table with the name of a command
-    those of this command alone. A command ignores options of others.
+    the options of this command alone. A command ignores options of others.
 
     Raises:
-        ValueError: if the file is not TOML, a name is not an option, or a value has another type
-            than its option.
+        ValueError: if the file is not TOML, a name is not an option, or a value has a different
+            type than its option.
     """
     path = _nearest_file()
     if path is None:
@@ -131,7 +131,7 @@ def _as_typed(value: Any, option: click.Option, where: str) -> Any:
     repeated.
 
     Raises:
-        ValueError: if the value has another type than the option.
+        ValueError: if the value has a different type than the option.
     """
     if option.is_flag:
         if not isinstance(value, bool):

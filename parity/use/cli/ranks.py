@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Arrays = dict[str, np.ndarray]
 
 INPUTS = ("query", "key", "cotangent")
-"""Arrays of a file in addition to stages, if the layer is that of --weights."""
+"""Arrays of a file in addition to stages, if the layer comes from --weights."""
 
 
 def diagnose_division(options: Options) -> Result:
@@ -64,7 +64,7 @@ def _without_inputs(arrays: Arrays) -> Arrays:
 
 
 def _check_order(paths: Sequence[str]) -> None:
-    """Reject files that are numbered in another order: a shell sorts rank10 before rank2."""
+    """Reject files that are numbered in a different order: a shell sorts rank10 before rank2."""
     # Names that differ in more than numbers have no order of their own.
     names_without_numbers = {re.sub(r"\d+", "#", path) for path in paths}
     if len(names_without_numbers) > 1:

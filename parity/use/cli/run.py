@@ -59,7 +59,7 @@ MOST_RANDOM = 10_000
 @group(
     "what to run",
     cases_option(),
-    option("--list", "is_list", is_flag=True, help="list the cases, by default all, and run none"),
+    option("--list", "is_list", is_flag=True, help="list the cases (all by default) and run none"),
     option(
         "--random",
         type=int,
@@ -175,7 +175,7 @@ def run(options: Options) -> Result:
     arguments: dict[str, Any] = {
         "with_gradients": options.grad,
         "on_judged": maps,
-        # The device is that of torch, wherever it runs.
+        # The device is torch's, wherever it runs.
         "device": "cpu" if "torch" in pythons else options.device,
     }
     if options.model is not None:

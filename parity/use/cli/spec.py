@@ -13,7 +13,7 @@ from parity.use.cli.messages import add_hint, refusal, requires
     about=(
         "Read the configuration of a Hugging Face model. Report what each of its attention layers"
         " computes, and which key specifies it. With --live, observe a model in memory instead, "
-        "report how each field was found, and check the rules of its family against it."
+        "report how each field was determined, and check the rules of its family against it."
     ),
     example="mha-parity spec checkpoints/llama",
     well="every layer is understood",
@@ -97,7 +97,7 @@ def _read_configuration(options: Options) -> Result:
     out = console()
     config = ModelConfig.read(options.path)
     if options.part is None:
-        # The empty name is that of a model without parts.
+        # The empty name is the name of a model without parts.
         names = list(config.parts) or [""]
         not_read = config.unknown_parts
     else:

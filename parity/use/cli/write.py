@@ -27,7 +27,7 @@ READ_ALONE = {"__init__", "__main__", "conftest"}
 
 
 def may_write(options: Options, path: str) -> bool:
-    """Return whether a path is that of a file that the command writes."""
+    """Return whether a path belongs to a file that the command writes."""
     return os.path.realpath(path) in map(os.path.realpath, _paths(options))
 
 
@@ -90,7 +90,7 @@ def run(options: Options) -> Result:
     paths = _paths(options)
     if may_write(options, options.source):
         values = {"MODEL": options.source, "--output": options.output}
-        raise refusal("MODEL", "be another file than those to write", values)
+        raise refusal("MODEL", "differ from the files to write", values)
     _check_free(paths, force=options.force)
     with Checkpoint.open(options.source) as checkpoint:
         hints = LayerHints.by(CALLER, **layer_options(options))
@@ -139,7 +139,7 @@ def _contents(layer: FileLayer, options: Options) -> list[bytes]:
 
 
 def _check_module(options: Options) -> None:
-    """Reject a file that is not that of a new module, and options that it cannot have."""
+    """Reject a file that is not a new module, and options that it cannot have."""
     if options.mask and options.cache is not None:
         raise contradiction("--mask", "--cache")
     if options.output is None:

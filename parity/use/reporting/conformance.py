@@ -22,7 +22,7 @@ STYLES = {
 }
 
 LABEL = 16
-"""Width of the column of checks, in characters: that of the longest name."""
+"""Width of the column of checks, in characters: the length of the longest name."""
 
 CELL = 18
 """Least width of the column of a target, in characters: its words are folded between words."""

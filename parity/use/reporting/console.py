@@ -40,7 +40,7 @@ A terminal shows the first rows of a longer table, and a pipe has a line of plai
 """
 
 NARROWEST = 9
-"""Least width of a column whose text is folded: that of the verdict `FAIL 1.03`."""
+"""Least width of a column whose text is folded: the width of the verdict `FAIL 1.03`."""
 
 Row = Sequence[str | Text]
 
@@ -85,8 +85,8 @@ class _Console(Console):
                 yield segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
-        """Continue without output if the reader of a pipe has stopped: the exit status is that of
-        the work.
+        """Continue without output if the reader of a pipe has stopped: the exit status is the
+        status of the work.
         """
         self.quiet = True
         # Otherwise Python reports another broken pipe when it flushes standard output at exit.
@@ -243,7 +243,7 @@ def _print_unlimited(out: Console, columns: Sequence[Column], rows: Sequence[Row
     out.print(_Lines(lines), crop=False)
 
 
-# ---- Progress and numbers ------------------------------------------------------------------------
+# ---- Progress and values -------------------------------------------------------------------------
 
 
 @contextmanager

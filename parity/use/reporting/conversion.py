@@ -57,7 +57,7 @@ def print_layout(layout: Layout, out: Console) -> None:
             axes = " | ".join(map(_axis_in_words, tensor.groups))
             rows.append((tensor.name, ", ".join(tensor.parts), f"[{axes}]"))
         print_table(out, title, columns, rows)
-        title = "or"  # another form of the same layout
+        title = "or"  # a different form of the same layout
     if layout.others:
         rows = []
         for tensor in layout.others:
@@ -282,7 +282,7 @@ def print_verdicts(
     """Print whether two files hold the same attention: all stages of one layer, or the first of
     many that differs.
 
-    The diagnosis is that of the first layer that differs.
+    The diagnosis describes the first layer that differs.
     """
     wrong = [verdict for verdict in verdicts if not verdict.weights.same]
     is_alone = len(verdicts) == 1

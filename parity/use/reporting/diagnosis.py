@@ -67,7 +67,7 @@ def _indented(line: Text, out: Console) -> Text:
 def print_failure(
     comparison: Comparison, diagnosis: Diagnosis | None, out: Console, *, verbose: bool = False
 ) -> None:
-    """Print the first difference of a case and its diagnosis; the numbers only if verbose, or if no
+    """Print the first difference of a case and its diagnosis; the values only if verbose, or if no
     bug is known.
     """
     text = comparison.as_text(with_budget=diagnosis is None)

@@ -25,7 +25,7 @@ MOST_OF_A_BEGINNING = 512  # bytes
 
 
 def check_report(path: str | os.PathLike[str], name: str) -> None:
-    """Reject a report that would replace another file, such as one of a model, or be read as
+    """Reject a report that would replace a different file, such as one of a model, or be read as
     tensors of one.
 
     Args:

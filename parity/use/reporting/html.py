@@ -459,7 +459,7 @@ def _as_table(settings: Any) -> Mapping[str, Any]:
 
 
 def _anchor(key: tuple[str, ...]) -> str:
-    """Return the name of a place in the page, from a case and a dtype."""
+    """Return the name of an anchor in the page, from a case and a dtype."""
     return re.sub(r"[^\w.-]+", "-", f"case-{key[0]}-{key[1]}")
 
 
@@ -491,7 +491,7 @@ def _bar(ratio: float) -> str:
 
 
 def _heat(comparison: Comparison) -> dict[str, Any]:
-    """Return a strip of cells along the tokens: higher and warmer if a place uses more of the
+    """Return a strip of cells along the tokens: higher and warmer if a position uses more of the
     budget.
     """
     shares = comparison.by_position
@@ -503,12 +503,12 @@ def _heat(comparison: Comparison) -> dict[str, Any]:
         start += length
     axes = axis_names(comparison.stage, len(comparison.shape))
     sizes = dict(zip(axes, comparison.shape, strict=True))
-    # The places are tokens of queries or, in stages of keys alone, of keys.
+    # The positions are tokens of queries or, in stages of keys alone, of keys.
     axis = "T" if "T" in sizes else "S"
     size = sizes.get(axis, 0)
     places = f"{axis.lower()} = 0 … {size - 1}"
     if size != len(shares):
-        places += f", {len(shares)} runs of adjacent places"
+        places += f", {len(shares)} runs of adjacent positions"
     return {
         "size": len(shares),
         "paths": sorted(paths.items()),

@@ -58,7 +58,8 @@ def plot_attention(
     """Draw attention weights, one heat map for each head.
 
     Args:
-        attn_weights: (B, N, T, S), (N, T, S) or (T, S); anything that NumPy makes an array of.
+        attn_weights: (B, N, T, S), (N, T, S) or (T, S); anything that NumPy can convert to an
+            array.
         path: file to write, whole or not at all; `.png` or `.svg` selects the format. Default: no
             file.
         tokens: a label for each key, (S,).
@@ -66,10 +67,10 @@ def plot_attention(
             positions.
         heads: heads to draw; default: all.
         sequence: sequence of the batch to draw.
-        title: text above, of one line or more.
+        title: text above the maps, of one or more lines.
 
     Returns:
-        The figure of matplotlib, which a notebook shows.
+        The matplotlib figure, which a notebook shows.
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
@@ -144,7 +145,7 @@ def _draw(
 
     _, num_queries, num_keys = maps.shape
     finite = maps[np.isfinite(maps)]
-    # A scale from 0 shows a share; without any positive weight it needs another end.
+    # A scale from 0 shows a share; without any positive weight it needs a different end.
     smallest = min(0.0, float(finite.min(initial=0.0)))
     largest = float(finite.max(initial=0.0)) or 1.0
     num_columns = math.ceil(math.sqrt(len(heads)))

@@ -70,7 +70,7 @@ def cases_of(
         spec: the layer.
         is_causal: True if tokens attend to no later token; None, if unknown, returns causal and
             other cases.
-        is_cross: True if the keys come from another sequence; implied by another width of keys.
+        is_cross: True if the keys come from another sequence; implied by a different width of keys.
         seq_len: number of tokens, for cross-attention of the keys.
 
     Raises:
@@ -354,7 +354,8 @@ def _source_of(layer: FileLayer, model: ModelLayer, layers: Sequence[FileLayer])
     if not candidates:
         rule = f"have layer {model.kv_source}, whose keys and values it shares"
         raise InputError(layer.label, rule, "no such layer in the file")
-    # Parts of one name may be under several prefixes: that of the layer itself is the right one.
+    # Parts of one name may be under several prefixes: the prefix of the layer itself is the right
+    # one.
     for candidate in candidates:
         if _label_before_path(candidate) == _label_before_path(layer):
             return candidate

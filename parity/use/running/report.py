@@ -159,7 +159,7 @@ class Report:
         self.diagnoses.update(other.diagnoses)
         self.commands.update(other.commands)
         for part in other.left_out:
-            # Parts are equal whatever their labels, which are those of both runs then.
+            # Parts are equal whatever their labels, which belong to both runs then.
             if part in self.left_out:
                 index = self.left_out.index(part)
                 self.left_out[index].labels.extend(part.labels)
@@ -240,8 +240,8 @@ def report_of_stages(
     Args:
         name: what the report calls the function.
         backend: framework of the function.
-        stages: the stages by name. Those that the diagnosis found in another convention are left
-            out.
+        stages: the stages by name. Those that the diagnosis found in a different convention are
+            left out.
         problem: the inputs and weights.
         arithmetic: one of `reference.ARITHMETICS`.
         diagnosis: the diagnosis of the stages.

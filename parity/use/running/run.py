@@ -64,8 +64,8 @@ def run_cases(
         weights: canonical weights for all cases; by default each case has its own.
         received: keys and values of another layer, by case, see `make_problem`.
         traces: folder to save the traces in.
-        join: folders of saved traces, with subfolders; those of the same cases and dtypes are also
-            compared. Or an `Elsewhere`, which is awaited.
+        join: folders of saved traces, with subfolders; traces of the same cases and dtypes are also
+            compared. Or an `Elsewhere`, whose run is awaited.
         jobs: number of processes that run cases; 1 is this process.
         device: device of torch, `cpu`, `cuda` or `cuda:1`; JAX uses its default device.
         on_case: called with the case, the dtype and the backend before each case runs, or before
@@ -521,7 +521,7 @@ def _warnings_of_values(traces: Iterable[Trace]) -> Iterator[str]:
         yield f"{backend} ran without its hardware: in {cases} its values come from {values}"
     for backend, cases in unlike_recorded.items():
         yield (
-            f"{backend} ran another program than the recorded one; golden functions decide: "
+            f"{backend} ran a different program than the recorded one; golden functions decide: "
             f"{some_of(cases, 3)}"
         )
 

@@ -67,7 +67,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     if metadata.get("kind") != "trace":
         hint = "`mha-parity compare` of two files compares weights"
         rule = "be a trace, as `run --save-traces` writes it"
-        raise InputError(path, rule, "another file of tensors", hint=hint)
+        raise InputError(path, rule, "a different file of tensors", hint=hint)
     if metadata.get("format") != FORMAT or not metadata.keys() >= REQUIRED:
         raise InputError(path, f"be a trace in format {FORMAT}", f"metadata {sorted(metadata)}")
     case = find_case(metadata["case"])

@@ -113,10 +113,11 @@ def assert_parity(
             `scores`, `output` and others, see `STAGES`. The message begins with the first stage
             that differs, in the order of the data flow, or for other names in the order of
             `expected`.
-        expected: the expected values, likewise, best in float64; omit it with `problem`.
-        same_precision: the same computation by a second, correct implementation in the precision
-            of `actual`, likewise. Then the tolerance is 4 times the error of `same_precision`, and
-            one unit of rounding, as in `mha-parity compare`. The best choice without a `problem`.
+        expected: the expected values in the same form, best in float64; omit it with `problem`.
+        same_precision: the result of a second, correct implementation in the precision of `actual`,
+            in the same form. The tolerance is then 4 times the error of `same_precision` plus one
+            unit of rounding, as in `mha-parity compare`. This is the best choice without a
+            `problem`.
         problem: the case, weights and inputs. Then the expected values and their noise come from
             the float64 reference, for the stages of `actual`.
         dtype: name of the dtype of the computation, if no array shows it; by default the narrowest
@@ -126,8 +127,8 @@ def assert_parity(
         diagnose: with `problem`, search for the bug that explains a difference, for up to 5
             seconds. If nothing is wrong, because a stage is only recorded in a different convention
             or scores are kept in 16 bits, a `ConventionWarning` is issued instead of an error.
-        arithmetic: of the hardware, one of `reference.ARITHMETICS`: `ieee`, or `tensix`,
-            Tenstorrent's. The default is `tensix` if an array of `actual` is TTNN's on a card or a
+        arithmetic: arithmetic of the hardware, one of `reference.ARITHMETICS`: `ieee`, or `tensix`,
+            Tenstorrent's. The default is `tensix` if `actual` contains a TTNN array on a card or a
             simulator.
 
     Without `same_precision` and `problem` a coarse rule applies: the root mean square of the error
@@ -215,7 +216,7 @@ def judge(
     diagnosis = diagnose_stages(stages, reference, arithmetic, comparisons=comparisons)
     as_recorded = _as_recorded(comparisons, diagnosis, reference, arithmetic)
     if not diagnosis.is_wrong and as_recorded != comparisons:
-        # The warning is that of the caller of `assert_parity`, or of the fixture.
+        # The warning belongs to the caller of `assert_parity`, or of the fixture.
         warnings.warn(f"{comparisons[0].case}: {diagnosis}", ConventionWarning, stacklevel=3)
     return as_recorded, diagnosis
 
@@ -391,7 +392,8 @@ def _as_recorded(
     converted = {}
     for comparison in comparisons:
         array = diagnosis.taken.get(comparison.stage)
-        # A convention that changes the shape cannot be shown at the places of the recorded array.
+        # A convention that changes the shape cannot be shown at the positions of the recorded
+        # array.
         if not comparison.passed and array is not None and array.shape == comparison.shape:
             converted[comparison.stage] = array
     repeated = {}
@@ -474,7 +476,7 @@ def _compare_with_expected(
         names_of_dtypes += [array.dtype.name for array in stages.values()]
     floating_names = [name_of_dtype for name_of_dtype in names_of_dtypes if name_of_dtype in DTYPES]
     if dtype is None:
-        # The coarsest unit of rounding is that of the narrowest dtype.
+        # The coarsest unit of rounding belongs to the narrowest dtype.
         dtype = max(floating_names, key=unit) if floating_names else names_of_dtypes[0]
     if floating_names:
         _check_has(arithmetic, dtype)
@@ -568,7 +570,7 @@ def _why_not_comparable(
     if same_precision.shape != expected.shape:
         return f"same_precision has shape {same_precision.shape}, expected {expected.shape}"
     if same_precision.dtype != actual.dtype:
-        return f"dtype {actual.dtype}, that of same_precision is {same_precision.dtype}"
+        return f"dtype {actual.dtype}, and the dtype of same_precision is {same_precision.dtype}"
     not_finite = int(np.count_nonzero(~np.isfinite(same_precision)))
     if not_finite:
         return f"{elements_are(not_finite, 'same_precision')} NaN or infinite"

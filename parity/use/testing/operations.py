@@ -50,11 +50,11 @@ def assert_operations(*, arithmetic: str | None = None) -> Iterator[Operations]:
 
     Each operation is compared by itself: its golden function receives the inputs on the device, so
     errors do not add up. The tolerance is a few units of rounding of the result's dtype, as in
-    `assert_parity`. Every tensor is read back, so it is slow. A mock board returns the values of
+    `assert_parity`. Every tensor is read back, so this is slow. A mock board returns the values of
     golden functions, so nothing ever differs there.
 
     Args:
-        arithmetic: of the device, as in `assert_parity`.
+        arithmetic: arithmetic of the device, as in `assert_parity`.
 
     Yields:
         The compared operations, which grow as the block runs.
@@ -138,7 +138,7 @@ class _OperationObserver:
         actual = to_numpy(tensor)
         expected = to_numpy(value)
         if actual.shape == expected.shape and "int" not in actual.dtype.name:
-            # Unwritten values are NaN, and a mask may be infinite: these places have no budget.
+            # Unwritten values are NaN, and a mask may be infinite: these elements have no budget.
             is_finite = np.isfinite(expected)
             actual = np.where(is_finite, actual, np.zeros_like(actual))
             expected = expected.astype(np.float32)

@@ -17,15 +17,15 @@ def assert_with_pcc(
     """Raise an AssertionError unless two arrays correlate, as in tt-metal's function of this name,
     and also agree.
 
-    Correlation detects neither a wrong scale nor a wrong offset, and hardly a small bug or one in
-    few elements. So both are reported, and either may fail: "PCC 0.99984 and wrong".
+    Correlation detects neither a wrong scale nor a wrong offset, and hardly any small bug or a bug
+    in few elements. So both are reported, and either may fail: "PCC 0.99984 and wrong".
 
     Args:
         expected: the expected values; None with a `problem` among the options, which determines
             them.
         actual: an array of NumPy, torch, JAX or TTNN, on a device or not, or a mapping of such
             arrays by stage.
-        pcc: the least correlation of each.
+        pcc: the lowest accepted correlation of each array.
         options: options of `assert_parity`: `same_precision`, `problem`, `dtype`, `name`, `stage`,
             `arithmetic`.
 

@@ -522,8 +522,8 @@ def run(rank, size, folder):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # The processes are forks of this one, because imports take longest, including those of the
-    # first call.
+    # The processes are forks of this one, because imports take longest, including the imports of
+    # the first call.
     layer = make(mha_torch.MultiHeadSelfAttention, GIVEN)
     torch.compile(layer, backend="eager")(random(BATCH, SEQ_LEN, 32))
     parity.weights_of(layer)

@@ -95,7 +95,7 @@ def falcon() -> Released:
 
 
 def t5(is_decoder: bool) -> Released:
-    """Return a layer with another inner width, whose farthest keys are beyond the largest
+    """Return a layer with a different inner width, whose farthest keys are beyond the largest
     distance.
     """
     config = transformers.T5Config(

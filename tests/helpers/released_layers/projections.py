@@ -1,5 +1,5 @@
-"""Clipped projections, some biases, gates and values of another width, as in released modules of
-transformers.
+"""Clipped projections, some biases, gates and values of a different width, as in released modules
+of transformers.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ def afmoe(layer_type):
 
 
 def mimo(features):
-    """Return a layer whose values have another width than keys, and a factor, which v_proj contains
+    """Return a layer whose values differ in width from keys, and a factor, which v_proj contains
     in ours.
     """
     return partial(

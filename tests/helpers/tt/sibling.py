@@ -117,7 +117,7 @@ class TtSibling(Sibling):
         return (1, *shape) if name.endswith("bias") else shape[::-1]
 
     def stage_weight(self, name: str, x: np.ndarray) -> Any:
-        """With the axes of split heads, (1, N, 1, ·) or (1, N, ·, H) for vectors; those of a norm
+        """With the axes of split heads, (1, N, 1, ·) or (1, N, ·, H) for vectors; vectors of a norm
         are a row.
         """
         if name == "norm":

@@ -163,7 +163,7 @@ def test_self_attention_accepts_batch_axes(sibling):
     ],
 )
 def test_mismatched_batch_axes_raise(sibling, name, wrong):
-    """An argument whose batch axes do not match those of the queries raises an
+    """An argument whose batch axes do not match the queries' raises an
     error with its name and shape.
     """
     layer = sibling.module("MultiHeadAttention", CROSS)

@@ -93,11 +93,11 @@ CONFIGS = {
     "head_dim float": ({"head_dim": 4.0}, refuses_type("head_dim", head_dim=4.0)),
     "d_in negative": ({"d_in": -1}, refuses("d_in", d_in=-1)),
     "d_kv 0": ({"d_kv": 0}, refuses("d_kv", d_kv=0)),
-    "fused_qkv with another d_kv": (
+    "fused_qkv with a different d_kv": (
         {"fused_qkv": True, "d_kv": 6},
         refuses("d_kv", d_kv=6, d_in=8),
     ),
-    "fused_qkv with another d_in": (
+    "fused_qkv with a different d_in": (
         {"fused_qkv": True, "d_in": 6, "d_kv": 8},
         refuses("d_kv", d_kv=8, d_in=6),
     ),
@@ -105,7 +105,7 @@ CONFIGS = {
         {"rope": Rope(1e4), "head_dim": 3},
         refuses("head_dim", head_dim=3),
     ),
-    "rope with another d_kv": (
+    "rope with a different d_kv": (
         {"rope": Rope(1e4), "d_kv": 6},
         refuses("d_kv", d_kv=6, d_in=8),
     ),
@@ -213,7 +213,7 @@ every_need = pytest.mark.parametrize("need_weights", [False, True], ids=["fused"
 
 @pytest.mark.parametrize("form", KERNELS)
 def test_mixed_bias_dtype_raises(sibling, form):
-    """A bias in another dtype than the heads raises an error."""
+    """A bias in a different dtype than the heads raises an error."""
     refusal = refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...})
     keywords = {**HEADS, "bias": halves(3, 3), "kernel": KERNELS[form]}
     refused(sibling, "scaled_dot_product_attention", (), keywords, refusal)
@@ -231,7 +231,7 @@ MIXED_LAYERS = {
 @every_need
 @pytest.mark.parametrize("name", MIXED_LAYERS)
 def test_function_requires_one_dtype(sibling, name, need_weights):
-    """Inputs or a bias in another dtype than the weights raise an error in the function of a
+    """Inputs or a bias in a different dtype than the weights raise an error in the function of a
     layer.
     """
     keywords, refusal = MIXED_LAYERS[name]
@@ -242,7 +242,7 @@ def test_function_requires_one_dtype(sibling, name, need_weights):
 @every_need
 @pytest.mark.parametrize("name", MIXED_LAYERS)
 def test_module_requires_one_dtype(sibling, name, need_weights):
-    """Inputs or a bias in another dtype than the weights raise an error in a module."""
+    """Inputs or a bias in a different dtype than the weights raise an error in a module."""
     keywords, refusal = MIXED_LAYERS[name]
     module = sibling.module("MultiHeadAttention", CROSS)
     keywords = {name: converted(sibling, x) for name, x in {**INPUTS, **keywords}.items()}
@@ -265,7 +265,7 @@ MIXED_CACHES = {
 
 @pytest.mark.parametrize("name", MIXED_CACHES)
 def test_cached_function_requires_one_dtype(sibling, name):
-    """Tokens or a cache in another dtype than the weights raise an error in the function."""
+    """Tokens or a cache in a different dtype than the weights raise an error in the function."""
     keywords, refusal = MIXED_CACHES[name]
     refused(
         sibling,
@@ -278,7 +278,7 @@ def test_cached_function_requires_one_dtype(sibling, name):
 
 @pytest.mark.parametrize("name", MIXED_CACHES)
 def test_cached_module_requires_one_dtype(sibling, name):
-    """Tokens or a cache in another dtype than the weights raise an error in a module."""
+    """Tokens or a cache in a different dtype than the weights raise an error in a module."""
     keywords, refusal = MIXED_CACHES[name]
     module = sibling.module("MultiHeadAttentionWithCache", SPEC)
     keywords = {

@@ -1,4 +1,4 @@
-"""The key/value cache: in any chunks, the results are equal to those of one full causal pass."""
+"""The key/value cache: in any chunks, the results are equal to one full causal pass."""
 
 import functools
 
@@ -121,8 +121,8 @@ def feed(sibling, module, x, chunks, capacity=NUM_TOKENS):
 
 
 def feed_ragged(sibling, module, x, steps):
-    """Feed at most 2 tokens a step, and return their outputs, at their places in x, and numbers of
-    tokens fed.
+    """Feed at most 2 tokens a step, and return their outputs, at their positions in x, and numbers
+    of tokens fed.
     """
     cache = module.init_cache(len(x), x.shape[1])
     outputs, num_fed = np.zeros_like(x), np.zeros(len(x), int)
@@ -189,7 +189,7 @@ def test_shared_layer_reads_source_cache(sibling, steps):
 
 def test_shared_layer_rejects_stale_cache(sibling):
     """A layer that shares keys and values raises an error for a cache without the new tokens, and
-    for one with another number of heads.
+    for one with the wrong number of heads.
     """
     source = cached_layer(sibling, SHARED)
     shared, x = sharing(sibling, source), sibling.array(random_tokens(SHARED, 2))
@@ -374,7 +374,7 @@ junk = pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
 @junk
 @pytest.mark.parametrize("num_new", [1, 2])
 def test_stale_slots_change_nothing(sibling, value, num_new):
-    """Finite numbers in the slots after the tokens of a sequence, up to 1e30,
+    """Finite values in the slots after the tokens of a sequence, up to 1e30,
     change no bit of the output.
     """
     module = cached_layer(sibling, GQA_ROPE)
@@ -528,8 +528,8 @@ def test_invalid_options_leave_cache_as_is(sibling, name):
 
 
 def test_positions_without_rope_are_ignored(sibling):
-    """A layer without RoPE ignores positions bit for bit, but those of the
-    wrong shape raise an error.
+    """A layer without RoPE ignores positions bit for bit, but positions of the wrong shape raise an
+    error.
     """
     module = cached_layer(sibling, SPECS["mha"])
     x, positions = (
@@ -896,7 +896,7 @@ def test_cache_is_a_pytree_of_three_arrays(sibling):
 @only_jax
 def test_cache_can_be_donated(sibling):
     """After a step with a donated cache, the arrays of the old cache are deleted,
-    but not those of the new.
+    but not the arrays of the new.
     """
     module = cached_layer(sibling, GQA_ROPE)
     x, cache = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2)), module.init_cache(3, NUM_TOKENS)
@@ -942,8 +942,8 @@ def test_vmapped_step_matches_batched_step(sibling):
 
 
 def assert_same_gradients(actual, expected):
-    """Compare all gradients together, because that of `k_proj.bias` is 0 by the formula: nothing
-    but rounding.
+    """Compare all gradients together, because the gradient of `k_proj.bias` is 0 by the formula:
+    nothing but rounding.
     """
     __tracebackhide__ = True
     assert actual.keys() == expected.keys()
@@ -966,8 +966,8 @@ def torch_gradients(sibling, module, loss, x):
 @only_torch
 @every_spec
 def test_torch_gradients_through_cache(sibling, spec):
-    """In PyTorch, gradients of input and weights through two cached chunks are those of one
-    pass.
+    """In PyTorch, gradients of input and weights through two cached chunks equal the gradients of
+    one pass.
     """
 
     def cached_loss(module, x):
@@ -997,7 +997,9 @@ def jax_gradients(module, loss, x):
     "name", ["mha", "fused-qkv-head-dim"]
 )  # all specs would take 4 s more to compile
 def test_jax_gradients_through_cache(sibling, name):
-    """In JAX, gradients of input and weights through two cached chunks are those of one pass."""
+    """In JAX, gradients of input and weights through two cached chunks equal the gradients of one
+    pass.
+    """
 
     def cached_loss(module, x):
         first, cache = module(x[:, :4], module.init_cache(3, NUM_TOKENS))

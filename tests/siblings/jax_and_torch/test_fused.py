@@ -172,7 +172,9 @@ def with_gradients(function, arrays, **options):
 
 
 def yardstick(arrays, **options):
-    """Return the expected results, and those of another implementation in the same precision."""
+    """Return the expected results, and the results of another implementation in the same
+    precision.
+    """
     wide = {name: x if x.dtype.kind in "bi" else x.astype(np.float64) for name, x in arrays.items()}
     plain = plain_attention(mha_torch)
     return {

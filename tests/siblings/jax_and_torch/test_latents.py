@@ -132,7 +132,7 @@ def test_ragged_sequences_match_full_passes(sibling):
 
 
 def test_cache_size_per_token(sibling):
-    """A cache has kv_rank + rope_dim numbers per token, as cache_nbytes says."""
+    """A cache has kv_rank + rope_dim elements per token, as cache_nbytes says."""
     cache = module(sibling).init_cache(2, 10)
     assert cache.latents.shape == (2, 1, 10, 40)
     assert cache.latents.nbytes == SPEC.cache_nbytes(2, 10, np.dtype(np.float32))
@@ -334,7 +334,7 @@ def pruned(layer):
 
 @pytest.mark.parametrize("change", [doubled, called_otherwise, pruned])
 def test_modified_projection_is_called(change):
-    """A kv_b_proj with a hook, another forward or pruning is called in steps over latents."""
+    """A kv_b_proj with a hook, a replaced forward or pruning is called in steps over latents."""
     layer = module(SIBLINGS["torch"])
     whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS, SPEC)
     change(layer)
@@ -357,7 +357,7 @@ def test_autocast_narrows_the_cache():
 
 
 def test_gradients_reach_cached_latents():
-    """Gradients of a step with respect to all tokens match those of one pass."""
+    """Gradients of a step with respect to all tokens match the gradients of one pass."""
     sibling = SIBLINGS["torch"]
     layer, x = module(sibling).double(), torch.from_numpy(X[:, :6]).double().requires_grad_()
     _, cache = layer(x[:, :5], layer.init_cache(2, 6))

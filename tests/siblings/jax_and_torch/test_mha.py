@@ -202,7 +202,7 @@ def test_empty_row_query_gradient_is_zero(sibling, path):
 @sample(jax=1)
 @every_path_and_dtype
 def test_infinite_bias_gradients_are_finite(sibling, path, dtype):
-    """All gradients, also that of the bias, are finite if the biases of one query are all -inf."""
+    """All gradients, including the bias's, are finite if the biases of one query are all -inf."""
     arrays = {**problem(SPEC, dtype), "bias": np.where(MASK, -np.inf, 0.5).astype(dtype)}
     found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays)[0], arrays)
     assert [
@@ -414,7 +414,7 @@ def test_modules_accept_empty_inputs(sibling, batch_size, num_tokens, is_causal,
 
 
 def with_heads_permuted(weights, order, head_dim):
-    """Return the weights of the same layer with its heads in another order."""
+    """Return the weights of the same layer with its heads in a different order."""
     features = np.concatenate([np.arange(head_dim) + head * head_dim for head in order])
     permuted = {name: x[features] for name, x in weights.items() if name[:2] in ("q_", "k_", "v_")}
     return {**weights, **permuted, "out_proj.weight": weights["out_proj.weight"][:, features]}
@@ -429,7 +429,7 @@ def test_head_permutation_changes_rounding(sibling, path):
 
     permuted = attended(sibling, path, spec, with_heads_permuted(arrays, [2, 0, 1], 4), mask=MASK)
 
-    # The output projection sums 12 products of order 1 in another order.
+    # The output projection sums 12 products of order 1 in a different order.
     assert np.abs(permuted - attended(sibling, path, spec, arrays, mask=MASK)).max() <= 12 * EPSILON
 
 
@@ -464,7 +464,7 @@ def test_key_permutation_changes_rounding(sibling, rng):
 
     assert (
         np.abs(before - after).max() <= 8 * EPSILON
-    )  # sums of 4 numbers of order 1 in another order
+    )  # sums of 4 values of order 1 in a different order
 
 
 @sample(jax=1)
@@ -535,7 +535,8 @@ def test_grouped_layer_repeats_key_heads(sibling, path, spec):
     ungrouped = attended(
         sibling, path, parity.AttentionSpec(spec.d_model, spec.num_heads), full, mask=MASK
     )
-    # Projections of another width may sum their d_model products of order 1 in another order.
+    # Projections of a different width may sum their d_model products of order 1 in a different
+    # order.
     assert np.abs(grouped - ungrouped).max() <= spec.d_model * EPSILON
 
 
@@ -555,7 +556,7 @@ def test_grouped_layer_repeats_key_heads(sibling, path, spec):
     ids=["8", "64", "fused-qkv", "no-biases", "no-out-proj", "mqa", "head-dim", "cross"],
 )
 def test_parameter_count_matches_formula(sibling, spec, expected):
-    """The number of parameters of a module is that of the sum over its projections."""
+    """The number of parameters of a module is the sum over its projections."""
     assert num_parameters(sibling, sibling.module("MultiHeadAttention", spec)) == expected
 
 
@@ -578,7 +579,7 @@ def test_fused_qkv_matches_three_projections(sibling, spec, cross):
     separate, _ = filled(sibling, "MultiHeadAttention", spec)(*inputs)
     together, _ = filled(sibling, "MultiHeadAttention", packed)(*inputs)
 
-    # A wider product may sum its d_model terms in another order.
+    # A wider product may sum its d_model terms in a different order.
     assert np.abs(sibling.numpy(separate) - sibling.numpy(together)).max() <= spec.d_model * EPSILON
 
 
@@ -789,7 +790,7 @@ def test_key_defaults_to_the_query(sibling):
     )
 
 
-# ---- Large numbers and long sequences in half precision ------------------------------------------
+# ---- Large values and long sequences in half precision ------------------------------------------
 
 
 @sample(jax=1)
@@ -953,7 +954,7 @@ def test_memory_order_changes_only_rounding(sibling, path):
 
     output = attended(sibling, path, SPEC, strided, mask=reversed_in_memory(MASK))
 
-    # Products with different strides may sum their 8 terms in another order.
+    # Products with different strides may sum their 8 terms in a different order.
     assert np.abs(output - attended(sibling, path, SPEC, arrays, mask=MASK)).max() <= 8 * EPSILON
 
 
@@ -967,7 +968,7 @@ def test_torch_accepts_strided_tensors(form):
     context, _ = attend(one.expand(3, 2, 3, 4), sliced, sliced)
 
     expected, _ = attend(*3 * [one.repeat(3, 1, 1, 1)])
-    assert (context - expected).abs().max() <= 4 * EPSILON  # 4 terms in another order
+    assert (context - expected).abs().max() <= 4 * EPSILON  # 4 terms in a different order
 
 
 # ---- Configuration -------------------------------------------------------------------------------
@@ -1179,7 +1180,7 @@ def test_jax_function_accepts_module_state(sibling, as_function_takes_them):
 
     assert (
         np.abs(output - module(query)[0]).max() <= 8 * EPSILON
-    )  # sums of 8 products, maybe in another order
+    )  # sums of 8 products, maybe in a different order
 
 
 def test_jax_function_accepts_linen_params():
@@ -1223,7 +1224,7 @@ def test_torch_state_dict_canonical_names(sibling):
 
 @only_torch
 def test_torch_state_dict_holds_the_weights(sibling):
-    """The arrays of a state dict equal those of `parity.weights_of`, bit for bit."""
+    """The arrays of a state dict equal the arrays of `parity.weights_of`, bit for bit."""
     module = filled(sibling, "MultiHeadAttention", SPEC)
     weights = parity.weights_of(module)
     assert [
@@ -1257,7 +1258,7 @@ def test_torch_projection_can_be_replaced(sibling):
 
 @only_torch
 def test_torch_module_can_be_copied(sibling):
-    """The output of a deep copy equals that of the module, bit for bit."""
+    """The output of a deep copy equals the module's, bit for bit."""
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     x = torch.ones(1, 2, 8)
     assert torch.equal(copy.deepcopy(module)(x)[0], module(x)[0])
@@ -1310,5 +1311,5 @@ def test_torch_module_runs_under_autocast(sibling, option, need_weights):
         output, _ = module(query, **{option: options[option]}, need_weights=need_weights)
 
     # bfloat16 rounds input, weights, projections, context and output, each to half an epsilon of
-    # numbers of order 1.
+    # values of order 1.
     assert (output - module(query)[0]).abs().max() <= 5 * torch.finfo(torch.bfloat16).eps

@@ -115,7 +115,7 @@ def test_random_norm_weights_are_not_trivial():
 @sample(jax=1)
 @every_spec
 def test_norms_change_the_output(sibling, spec, rng):
-    """Without its norms, a layer has another output, by more than 0.01."""
+    """Without its norms, a layer has a different output, by more than 0.01."""
     x = sibling.array(rng.standard_normal((2, 5, 16)).astype(np.float32))
     weights = parity.random_weights(spec)
     bare = replace(spec, qk_norm=None, v_norm=None)

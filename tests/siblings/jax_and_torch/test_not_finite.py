@@ -211,7 +211,7 @@ def parameters(sibling, weights):
 def test_bad_padding_reaches_no_real_token(sibling, layer, bad, need_weights):
     """NaN or infinity in the padding of a layer's input changes no bit of its output compared with
     zeros, nor of its gradients, if none flows into the outputs at the padding, as in training;
-    those of the padding are 0.
+    gradients of the padding are 0.
     """
     spec, lengths = LAYERS[layer], [3, 9, 0]
     weights = {name: x.astype(np.float32) for name, x in random_weights(spec).items()}
@@ -246,7 +246,9 @@ def test_bad_padding_reaches_no_real_token(sibling, layer, bad, need_weights):
 
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "weights"])
 def test_finite_padding_keeps_its_outputs(sibling, need_weights):
-    """Outputs at finite padding are those of its own queries over the real keys, as with a mask."""
+    """Outputs at finite padding are the outputs of its own queries over the real keys, as with a
+    mask.
+    """
     spec, lengths = AttentionSpec(16, 4), [3, 9]
     module, x = (
         sibling.module("MultiHeadAttention", spec),
@@ -261,7 +263,7 @@ def test_finite_padding_keeps_its_outputs(sibling, need_weights):
 
 
 def test_nan_of_a_separate_query_stays(sibling):
-    """Lengths are those of keys: a NaN in a separate query makes its row NaN, as without lengths,
+    """Lengths are lengths of keys: a NaN in a separate query makes its row NaN, as without lengths,
     and its keys and values have their own padding.
     """
     module = sibling.module("MultiHeadAttention", AttentionSpec(16, 4))
@@ -375,7 +377,7 @@ def test_full_lengths_are_no_padding(sibling):
             sibling.package.masks.Mask(key_padding_lengths=lengths), 2, 5, *place
         )
         assert is_padding is None
-        assert mask.key_padding_lengths == [5, 5]  # as numbers
+        assert mask.key_padding_lengths == [5, 5]  # as floats
     _, is_padding = find(sibling.package.masks.Mask(key_padding_lengths=[5, 3]), 2, 5, *place)
     assert sibling.numpy(is_padding).tolist() == [[False] * 5, [False] * 3 + [True] * 2]
     assert find(sibling.package.masks.Mask(), 2, 5, *place)[1] is None
@@ -817,7 +819,7 @@ def test_torch_call_reads_no_values(looks, needs_gradient):
             assert not looks
             layer(x, key_padding_lengths=torch.tensor([2, 5]), need_weights=need_weights)
             assert [read.tolist() for read in looks[:1]] == [[2, 5]]
-            assert len(looks) == 2  # the second is that of this test
+            assert len(looks) == 2  # the second belongs to this test
             looks.clear()
 
 

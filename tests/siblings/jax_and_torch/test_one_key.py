@@ -2,8 +2,8 @@
 backward.
 
 Compilers treat a reduction over one element, or a broadcast axis of one, as a special case: XLA,
-for example, omits the initial value of a reduction over one element. The expected values are those
-of the formulas in float64.
+for example, omits the initial value of a reduction over one element. The expected values follow the
+formulas in float64.
 """
 
 import functools
@@ -550,8 +550,8 @@ def inputs_of(call):
 
 
 def expected_of_call(call, weights, cotangent):
-    """Return the output in float64, and the gradients of values and outputs; those of the scores
-    are 0.
+    """Return the output in float64, and the gradients of values and outputs; gradients of the
+    scores are 0.
     """
     leaves = {
         name: torch.from_numpy(x.astype(np.float64)).requires_grad_() for name, x in weights.items()

@@ -35,7 +35,9 @@ def gradients_in_torch(inputs, mask):
     "gradients_of", [gradients_in_jax, gradients_in_torch], ids=["jax", "torch"]
 )
 def test_tutorial_gradients_are_finite(gradients_of, rng):
-    """Gradients are finite, and those of masked keys and of a query without keys are exactly 0."""
+    """Gradients are finite, and the gradients of masked keys and of a query without keys are
+    exactly 0.
+    """
     inputs = [rng.standard_normal((2, seq_len, 8)).astype(np.float32) for seq_len in (3, 4, 4)]
     query, key, value = gradients_of(inputs, MASK)
     assert np.isfinite(query).all()

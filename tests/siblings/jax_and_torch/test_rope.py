@@ -160,12 +160,12 @@ def test_features_are_rotated_in_pairs(sibling, rope, partner):
 
 
 def test_partial_rotation_frequencies():
-    """The frequencies of 8 rotated features of 32 are those of a head of 8."""
+    """The frequencies of 8 rotated features of 32 equal the frequencies of a head of 8."""
     assert np.array_equal(Rope(rotary_dim=8).frequencies(32), Rope().frequencies(8))
 
 
 def test_llama3_scales_only_slow_pairs():
-    """Llama 3's scaling keeps pairs of more than 4 turns, divides those of less than 1 by 8, and
+    """Llama 3's scaling keeps pairs of more than 4 turns, divides pairs of less than 1 by 8, and
     is between for the others.
     """
     plain, rope = Rope(5e5).frequencies(128), Rope(5e5, scaling=Llama3Scaling(8.0, 8192))
@@ -179,7 +179,7 @@ def test_llama3_scales_only_slow_pairs():
 
 
 def test_yarn_frequencies_match_the_paper():
-    """YaRN's frequencies and attention factor are those of the paper: unscaled up to pair 20,
+    """YaRN's frequencies and attention factor match the paper: unscaled up to pair 20,
     divided by 4 from pair 46, and halfway at pair 33.
     """
     # 4096 / (2 pi theta ** (2 i / 128)) is 32 at i = 20.9, and 1 at i = 45.03: the ramp goes from
@@ -193,7 +193,7 @@ def test_yarn_frequencies_match_the_paper():
 
 
 def test_longrope_matches_the_paper():
-    """LongRoPE's attention factor is that of the paper, and its long factors apply
+    """LongRoPE's attention factor matches the paper, and its long factors apply
     to more than 4096 tokens.
     """
     rope = Rope(scaling=LongRopeScaling(32.0, 4096, (1.0,), (2.0,)))
@@ -335,11 +335,13 @@ def test_ragged_steps_match_single_sequences(sibling, rng, kind):
         for both, alone in zip(together, run([row], steps), strict=True):
             assert both[row] == pytest.approx(
                 alone[0], abs=8 * EPSILON
-            )  # other sizes have another summation order
+            )  # other sizes have a different order of summation
 
 
 def test_layer_uses_given_positions(sibling, rng):
-    """A layer with RoPE and given positions has another output than one with default positions."""
+    """A layer with RoPE and given positions has a different output than one with default
+    positions.
+    """
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     x = sibling.array(rng.standard_normal((2, 3, 8)).astype(np.float32))
 

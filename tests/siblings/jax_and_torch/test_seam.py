@@ -39,7 +39,7 @@ def tokens(sibling, seq_len=5, spec=SPEC):
 
 def test_layer_passes_arguments_to_kernel(sibling):
     """A layer calls its kernel once, with split heads, the mask and the scores of its
-    specification, and its output matches that of the default kernel.
+    specification, and its output matches the output of the default kernel.
     """
     layer, x = filled(sibling, "MultiHeadAttention", SPEC), tokens(sibling)
     bias = sibling.array(np.random.default_rng(1).standard_normal((5, 5)).astype(np.float32))
@@ -126,8 +126,8 @@ def test_single_token_uses_kernel_step():
 
 
 class Optional(Noting):
-    """A kernel with the optional methods of the protocol, which records them; those of JAX and
-    torch together.
+    """A kernel with the optional methods of the protocol, which records them; the methods of JAX
+    and torch together.
     """
 
     def step(self, *arguments):

@@ -77,7 +77,7 @@ QUICK = [
 ]
 
 # Exceptions: arrays that are made, forward and with gradients, and the reasons.
-CUDNN = "cuDNN reads a mask as numbers"
+CUDNN = "cuDNN reads a mask as floats"
 EXCEPTIONS = {
     ("mask", "bfloat16", "cuda"): (CUDNN, Counts(arrays=3, masks=3), Counts(arrays=4, masks=3)),
     ("bias", "bfloat16", "cuda"): (CUDNN, Counts(arrays=8, masks=5), Counts(arrays=9, masks=5)),

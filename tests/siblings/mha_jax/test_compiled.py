@@ -100,7 +100,7 @@ def test_second_call_compiles_nothing(compilations, layer, call):
 def test_other_block_size_recompiles(
     compilations, layer
 ):  # shows that the tests above detect compilations
-    """Control: another block size is compiled again, and matches within 1e-5."""
+    """Control: a different block size is compiled again, and matches within 1e-5."""
     x = tokens(LONG)
     expected = layer(x, is_causal=True)
     other = nnx.clone(layer)
@@ -186,7 +186,7 @@ def test_concrete_new_lengths_checked_in_jit():
 
 
 def test_arguments_can_be_numpy_arrays(layer):
-    """Inputs and masks of NumPy give the bits of those of JAX."""
+    """Inputs and masks of NumPy have the same results as JAX's, bit for bit."""
     x, mask = tokens(5), np.triu(np.ones((5, 5), np.bool_), 1)
     expected = layer(x, mask=jnp.asarray(mask))
     np.testing.assert_array_equal(layer(np.asarray(x), mask=mask), expected)

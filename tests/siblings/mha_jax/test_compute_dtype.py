@@ -1,4 +1,4 @@
-"""The dtype of computation in JAX, if it differs from that of weights: the same bits as weights
+"""The dtype of computation in JAX, if it differs from the weights': the same bits as weights
 cast beforehand.
 """
 
@@ -131,7 +131,9 @@ def test_latents_have_compute_dtype(absorb, monkeypatch):
 
 
 def test_replaced_projection_is_used():
-    """A layer with dtype=bfloat16 and a float32 projection of another class returns bfloat16."""
+    """A layer with dtype=bfloat16 and a float32 projection of a different class returns
+    bfloat16.
+    """
     layer = mha_jax.MultiHeadSelfAttention(16, 2, dtype=DTYPE, rngs=nnx.Rngs(0))
     layer.k_proj = nnx.Linear(16, 16, rngs=nnx.Rngs(1))  # computes in the dtype of its weights
     with jax.numpy_dtype_promotion("standard"):  # required by nnx.Linear

@@ -196,7 +196,9 @@ def is_held(x):
 
 
 def test_replaced_projection_raises_first():
-    """A layer with a projection of another class raises an error before any weight is divided."""
+    """A layer with a projection of a different class raises an error before any weight is
+    divided.
+    """
     layer = mha_jax.MultiHeadAttention(AttentionSpec(64, 8), rngs=nnx.Rngs(0))
     layer.out_proj = nnx.Dropout(0.5)
     with refuses("layer", "NoneType"):

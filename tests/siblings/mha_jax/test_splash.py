@@ -91,7 +91,7 @@ def test_context_and_gradients_match(name):
     mask, spec, arrays = problem(name)
     found = results(interpreted, mask, spec, arrays)
     expected = results(stages.attend_without_weights, mask, spec, arrays)
-    for key, x in expected.items():  # each sums a few hundred numbers in a different order
+    for key, x in expected.items():  # each sums a few hundred values in a different order
         np.testing.assert_allclose(
             found[key], x, rtol=0, atol=16 * EPS * float(abs(x).max()), err_msg=key
         )

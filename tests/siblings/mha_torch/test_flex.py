@@ -130,7 +130,7 @@ def test_flex_matches_plain_path(calls, features, is_causal):
 
 @pytest.mark.usefixtures("on_a_cpu")
 def test_bfloat16_error_is_near_plain_path():
-    """In bfloat16, the error is at most twice that of the plain path."""
+    """In bfloat16, the error is at most twice the error of the plain path."""
     leaves, options = problem(TOGETHER[-1])
     options["is_causal"] = True
     expected, _ = plain_attention(mha_torch)(**leaves, **options)
@@ -313,7 +313,7 @@ def test_flex_is_not_used_under_vmap(monkeypatch):
 
 @pytest.mark.usefixtures("on_a_cpu")
 def test_compiled_graph_does_not_use_flex(calls):
-    """A compiled graph has no breaks, uses another kernel and matches the plain path."""
+    """A compiled graph has no breaks, uses a different kernel and matches the plain path."""
     leaves, options = problem(TOGETHER[-1], dtype=torch.float32)
 
     def attend(leaves, options):

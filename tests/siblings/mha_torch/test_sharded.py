@@ -57,7 +57,7 @@ def found(tmp_path_factory):
 
 
 def assert_as_one(found, kind, spec, compute):
-    """Check that results of processes match those of one process, within rounding."""
+    """Check that results of processes match the results of one process, within rounding."""
     exact = compute(make(kind, spec, torch.float64), dtype=torch.float64)
     parity.assert_parity(found, exact, same_precision=compute(make(kind, spec)))
 
@@ -246,7 +246,7 @@ def test_unsupported_divisions_raise(found, name, refusal):
 
 
 def assert_as_whole(found, spec, seq_len, options):
-    """Check that results of processes for their tokens match those of one process for all
+    """Check that results of processes for their tokens match the results of one process for all
     tokens.
     """
 

@@ -69,7 +69,7 @@ def tokens(*shape, seed=1):
 
 
 def test_values_of_tensors_are_known():
-    """values_of returns the numbers of a tensor, also of a scalar and an empty one."""
+    """values_of returns the values of a tensor, also of a scalar and an empty one."""
     assert values_of(torch.tensor([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
     assert values_of(torch.tensor(True)) is True
     assert values_of(torch.zeros(0)) == []
@@ -222,8 +222,8 @@ def test_unknown_lengths_write_in_place(monkeypatch, new_lengths):
 
 @torch.no_grad()
 def test_lengths_may_be_copied_back():
-    """A cache whose lengths are set to those of the step's cache is not written over: captured
-    graphs use one cache.
+    """A cache whose lengths are set to the lengths of the step's cache is not written over:
+    captured graphs use one cache.
     """
     layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 4, 16)
     expected, _ = layer(x, layer.init_cache(2, 8))
@@ -287,7 +287,7 @@ def test_steps_without_writes_are_repeated(monkeypatch):
 
 
 def test_compiled_heads_may_be_symbolic():
-    """One compiled function accepts another number of heads, which makes it a symbolic size."""
+    """One compiled function accepts a different number of heads, which makes it a symbolic size."""
     torch.compiler.reset()
     attend = functools.partial(
         mha_torch.scaled_dot_product_attention, kernel=mha_torch.fused.attend
@@ -323,7 +323,7 @@ def test_compiled_graph_checks_list_lengths(lengths):
 
 
 def test_vmap_caches_values_of_other_width():
-    """Under vmap, a cache with values of another width than keys gets the bits of a loop."""
+    """Under vmap, a cache whose values differ in width from the keys gets the bits of a loop."""
     keys, values = (torch.randn(3, 2, 2, 2, features) for features in (4, 6))
 
     def append(key, value, new_lengths):
@@ -567,8 +567,8 @@ def test_hidden_nan_reaches_no_gradient(form, hiding):
 
 @both_forms
 def test_visible_nan_reaches_gradients(form):
-    """Gradients of outputs before a NaN key are finite, and those of queries that attend to it are
-    NaN.
+    """Gradients of outputs before a NaN key are finite, and the gradients of queries that attend to
+    it are NaN.
     """
     q, k, v = (tokens(1, 2, 5, 4, seed=seed) for seed in range(3))
     k[:, :, 3] = math.nan
@@ -883,8 +883,8 @@ def test_saved_cache_loads_with_weights_only():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_module_cache_dtype_under_autocast(dtype):
-    """Under autocast, the cache of a float32 module is bfloat16 and that of a float64 module is
-    float64; both fit its tokens.
+    """Under autocast, the cache of a float32 module is bfloat16 and the cache of a float64 module
+    is float64; both fit its tokens.
     """
     layer, x = module("MultiHeadAttentionWithCache", dtype=dtype), tokens(2, 3, 16).to(dtype)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -913,20 +913,20 @@ ELSEWHERE = {
 @both_forms
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_arrays_on_other_device_raise(form, name):
-    """A key, value, mask or bias on another device raises an error that names the argument."""
+    """A key, value, mask or bias on the wrong device raises an error that names the argument."""
     with refuses(name, expected=...):
         ELSEWHERE[name](FORMS[form], torch.ones(1, 2, 3, 4), torch.zeros(3, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_layer_input_on_other_device_raises(kind):
-    """An input on another device than the layer raises an error."""
+    """An input on a different device than the layer raises an error."""
     with refuses("the input of q_proj", {"the input of q_proj.device": ..., "expected": ...}):
         module(kind)(torch.ones(1, 3, 16, device="meta"))
 
 
 def test_cache_on_other_device_raises():
-    """A cache on another device than the layer raises an error."""
+    """A cache on a different device than the layer raises an error."""
     layer = module("MultiHeadAttentionWithCache")
     cache = mha_torch.init_cache(1, 2, 4, 4, device="meta")
     with refuses("cache.keys", {"cache.keys.device": ..., "expected": ...}):

@@ -458,7 +458,7 @@ every_function = pytest.mark.parametrize("function", FUNCTIONS)
 @every_function
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
 def test_function_rejects_other_weights(device, name, function):
-    """An array among the weights, or a weight of another dtype, raises an error in every
+    """An array among the weights, or a weight of the wrong dtype, raises an error in every
     function.
     """
     held, refusal = BAD_WEIGHTS[name]
@@ -726,7 +726,7 @@ OTHER_DTYPES = {
     "kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"]
 )
 def test_input_of_other_dtype_raises(device, kind, name):
-    """An input in another dtype than the module's raises an error."""
+    """An input in a different dtype than the module's raises an error."""
     dtype, other = OTHER_DTYPES[name]
     layer = getattr(mha_tt, kind)(SPEC, device=device, dtype=dtype)
     inputs = [Tensor((2, 3, 8), other)(device)]

@@ -38,7 +38,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_tensors_are_compared_anywhere(device, x, place):
-    """Tensors in any place, layout or block format are compared; an error of 10% fails even though
+    """Tensors in any memory, layout or block format are compared; an error of 10% fails even though
     the PCC is 0.999.
     """
     found = PLACES[place](x, device)
@@ -89,7 +89,7 @@ def test_arithmetic_follows_target_of_tensor(device, x, monkeypatch):
 
 
 def test_tf32_error_passes_only_on_cards(device, monkeypatch):
-    """Float32 values cut to TF32 are within the budget of a card, and outside that of a mock
+    """Float32 values cut to TF32 are within the budget of a card, and outside the budget of a mock
     board.
     """
     from parity.measure.core.trace import Reference

@@ -74,7 +74,7 @@ def test_target_from_environment_and_cards(surroundings, name):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_target_description_names_its_source(surroundings, name):
-    """describe_target() names the board, simulator or cards found, or the three places it
+    """describe_target() names the board, simulator or cards found, or the three locations it
     searched.
     """
     environment, cards, _, words = TARGETS[name]
@@ -105,7 +105,7 @@ OPEN = """
 
 @pytest.mark.costly("a process has one board for good")
 def test_missing_device_raises_with_options(only_mock, run_python):
-    """Without a device, open_device raises an error that names all three places it searched."""
+    """Without a device, open_device raises an error that names all three locations it searched."""
     result = run_python(OPEN.format(before="", number=""))
     assert refuses("a device").is_printed_in(result.stdout)
     assert [

@@ -24,7 +24,7 @@ def y(device):
 
 
 def drawn(seed):
-    """Return random numbers that bfloat16 represents exactly; requires an open device."""
+    """Return random values that bfloat16 represents exactly; requires an open device."""
     return rounded(np.random.default_rng(seed).standard_normal((32, 64)), ttnn.bfloat16)
 
 

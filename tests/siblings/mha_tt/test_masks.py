@@ -234,7 +234,7 @@ def test_on_device_returns_none_for_none(device):
 
 @pytest.mark.parametrize("seq_len", [1, 5, 33])
 def test_lazy_causal_mask_matches_its_table(device, seq_len):
-    """The additive form of a lazy causal mask equals that of its table."""
+    """The additive form of a lazy causal mask equals the form of its table."""
     table = mha_tt.DeviceMask(mha_tt.create_causal_mask(seq_len), device=device)
     late, expected = (
         mask.additive(seq_len, seq_len) for mask in (CausalMask(seq_len, device=device), table)

@@ -69,7 +69,7 @@ EMPTY = (0, 1)  # the empty row of an output (B, T, E)
 
 
 def draw(rng, dtype, *shape):
-    """Return random numbers that the dtype represents exactly."""
+    """Return random values that the dtype represents exactly."""
     return rounded(rng.standard_normal(shape), dtype)
 
 
@@ -152,7 +152,7 @@ def test_repeated_key_heads_follow_groups(device, rng, num_kv_heads, dtype):
 
 
 def test_padding_scales_no_scores(device):
-    """Scores are scaled by the width of a head of the spec, not by that of its tiles."""
+    """Scores are scaled by the width of a head of the spec, not by the width of its tiles."""
     ones = np.zeros((1, 1, 1, 32))
     ones[..., :4] = 1.0
     ones = mha_tt.upload(ones, device=device, dtype=ttnn.float32)
@@ -226,7 +226,7 @@ def test_self_attention_matches_formula(device, rng, spec, form, dtype):
 @both_dtypes
 @every_path
 def test_cross_attention_matches_formula(device, path, dtype):
-    """Cross-attention to keys of another width and length matches the formula on every path."""
+    """Cross-attention to keys of a different width and length matches the formula on every path."""
     weights, inputs = rounded_weights(CROSS, dtype), crossed(dtype, CROSS)
     output, _ = attended(path, CROSS, device, dtype, inputs, weights=weights, mask=MASK)
     assert_close(output, layer(CROSS, weights, **inputs, mask=MASK)[0], dtype)
@@ -668,7 +668,7 @@ def test_random_dropout_in_float32_raises(device, rng, rates):
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
 def test_function_drops_by_its_seed(device, rng, rates):
-    """A function in training drops the same for the same seed, and other numbers for another."""
+    """A function in training drops the same for the same seed, and other values for another."""
     x, spec = mha_tt.upload(rng.standard_normal((2, 5, 8)), device=device), replace(SPEC, **rates)
     weights = mha_tt.upload_weights(parity.random_weights(SPEC), SPEC, device=device)
     outputs = (
@@ -837,7 +837,7 @@ def test_rotations_of_wrong_positions_raise(device):
     held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
     rotations = mha_tt.Rotation(np.array([[0]]), spec.rope, head_dim=4, padded=64, device=device)
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
-    with refuses("positions", "those of (1, 1)"):
+    with refuses("positions", "a Rotation for (1, 1)"):
         mha_tt.multi_head_attention(x, held, spec, positions=rotations)
 
 

@@ -312,10 +312,10 @@ MUTATIONS = {
     "heads padded at their beginning": one(
         "causal", "run", layout.pad_heads, padded_at_the_beginning
     ),
-    "output projection of the heads in another order": one(
+    "output projection of the heads in a different order": one(
         "causal", "output", weights.upload_weights, out_proj_rolled
     ),
-    "heads combined in another order": one(
+    "heads combined in a different order": one(
         "causal",
         "output",
         heads.combine_heads,
@@ -430,7 +430,7 @@ MUTATIONS = {
         "alibi_bias",
         lambda f, slopes, t, s, _, **o: f(slopes, t, s, np.array([1]), **o),
     ),
-    "relative bias of heads in another order": at(
+    "relative bias of heads in a different order": at(
         "relative-bias",
         "scores",
         stages,
@@ -640,7 +640,7 @@ def first_difference(case: str, dtype: str) -> Any:
 
 @pytest.mark.parametrize(
     "case", [case.name for case in MORE_CASES]
-)  # those of CASES pass in test_parity
+)  # cases of CASES pass in test_parity
 def test_additional_cases_pass_unmutated(opened_device, case):
     """Additional cases pass in bfloat16 as long as no mutation is active."""
     assert first_difference(case, "bfloat16") is None

@@ -57,7 +57,7 @@ def hidings(num_queries, num_keys):
 
 
 def expected_scores(fields, bias, num_queries, num_keys):
-    """Return the numbers added to the products, (N, T, S)."""
+    """Return the values added to the products, (N, T, S)."""
     bias = np.where(np.isneginf(bias), 0.0, bias)
     if "alibi" not in fields:
         return bias

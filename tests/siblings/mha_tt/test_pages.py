@@ -63,7 +63,7 @@ def in_slots(cache):
     ("name", "page_size"), [*((name, 32) for name in LAYERS), ("many heads", 64)]
 )
 def test_pages_match_slots(device, name, page_size):
-    """Outputs, lengths and contents of a cache in pages equal those of one in slots, bit for
+    """Outputs, lengths and contents of a cache in pages equal a cache in slots, bit for
     bit.
     """
     module, slots, pages = made(device, LAYERS[name], page_size=page_size)
@@ -76,7 +76,7 @@ def test_pages_match_slots(device, name, page_size):
 
 @pytest.mark.board
 def test_bfloat8_b_pages_match_slots(device):
-    """Outputs with a bfloat8_b cache in pages equal those of one in slots, bit for bit."""
+    """Outputs with a bfloat8_b cache in pages equal the outputs with one in slots, bit for bit."""
     module, slots, pages = made(device, LAYERS["many heads"], ttnn.bfloat8_b)
     assert all(map(np.array_equal, run(module, pages)[0], run(module, slots)[0]))
 
@@ -157,8 +157,8 @@ def test_cropped_pages_hold_nothing_beyond(device):
 
 
 def test_swapped_pages_change_outputs(device):
-    """Control: exchanging the pages of two sequences changes their outputs, but not that of the
-    third.
+    """Control: exchanging the pages of two sequences changes their outputs, but not the output of
+    the third.
     """
     module, _, pages = made(device, LAYERS["many heads"])
     _, cache = module(tokens(device, 40), pages)

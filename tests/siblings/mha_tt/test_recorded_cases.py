@@ -42,7 +42,7 @@ def test_recording_is_current_and_accurate(path):
 
 
 def test_run_reports_source_of_its_values():
-    """A run warns whether values come from a recording or, for another program, from golden
+    """A run warns whether values come from a recording or, for a different program, from golden
     functions.
     """
     case, weights = CASES["full"], random_weights(CASES["full"].spec, seed=9)
@@ -52,6 +52,6 @@ def test_run_reports_source_of_its_values():
     report = run_cases([case], ["tt"], weights=weights)
     assert report.warnings[0] == f"{values} golden functions"
     assert re.match(
-        r"tt ran another program .* full in float32: step \d+ uploads other numbers",
+        r"tt ran a different program .* full in float32: step \d+ uploads other values",
         report.warnings[1],
     )

@@ -47,8 +47,8 @@ def test_rotation_matches_float64(device, rng, head_dim, dtype):
 @pytest.mark.parametrize("position", [63, 5000, 131071, 2**24 + 1])
 def test_far_positions_are_accurate(device, rng, position):
     """Rotations of positions up to 2^24 + 1 are within the usual tolerance."""
-    # Angles are computed in float64: in float32, those of the last position would be off by whole
-    # radians.
+    # Angles are computed in float64: in float32, the angles of the last position would be off by
+    # whole radians.
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
     assert_close(
         rotated(device, x, [[position]], 500000.0), rotate(x, [[position]], 500000.0), ttnn.float32
@@ -114,7 +114,7 @@ def test_bfloat16_features_are_rounded_once(device, rng):
 @both_dtypes
 @pytest.mark.parametrize("head_dim", [2, 12, 16, 48, 64, 80])
 def test_padded_head_rotates_like_bare_one(device, rng, head_dim, dtype):
-    """The features of a padded head are rotated to the same bits as those of a bare head."""
+    """The features of a padded head are rotated to the same bits as the features of a bare head."""
     x, positions = rounded(rng.standard_normal((2, 3, 5, head_dim)), dtype), np.arange(5)[None] + 7
     padded = rotated(device, padded_heads(x), positions, dtype=dtype, head_dim=head_dim)
     bare = rotated(device, x, positions, dtype=dtype)

@@ -1,5 +1,5 @@
-"""Steps: the cost of one token per sequence, and the correctness of places that the device counts
-by itself.
+"""Steps: the cost of one token per sequence, and the correctness of positions that the device
+counts by itself.
 
 test_cache_mha and test_latent also check the results of steps: token by token, they equal one full
 pass.
@@ -57,17 +57,17 @@ LAYERS = {
         latent=Latent(32, rope_dim=16),
     ),
 }
-OTHERWISE = {  # steps that need another kernel, or factors computed on the host
+OTHERWISE = {  # steps that need a different kernel, or factors computed on the host
     "window": parity.AttentionSpec(64, 4, rope=ROPE, window_size=4),
     "soft cap": parity.AttentionSpec(64, 4, rope=ROPE, soft_cap=20.0),
     "temperature": parity.AttentionSpec(64, 4, rope=ROPE, temperature=Temperature(2, 0.5)),
-    "values of another width": parity.AttentionSpec(64, 2, value_head_dim=48),
+    "values of a different width": parity.AttentionSpec(64, 2, value_head_dim=48),
 }
 HOST = {"ttnn.to_device", "ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
 
 COSTS = {
-    # layer, whether fast: operations of a step; in comments, the earlier costs with places uploaded
-    # in each step
+    # layer, whether fast: operations of a step; in comments, the earlier costs with positions
+    # uploaded in each step
     ("no RoPE", False): 10,  # 24, and 2 uploads
     ("no RoPE", True): 8,  # 24, and 2 uploads
     ("few heads", False): 16,  # 40, and 4 uploads
@@ -212,7 +212,7 @@ def test_step_memory_does_not_grow(device):
     assert taken[1][0] == 0
 
 
-# ---- Places counted on the device are the places of the cache
+# ---- Positions counted on the device are the positions of the cache
 # --------------------------------------------------------
 
 
@@ -222,8 +222,8 @@ def test_step_memory_does_not_grow(device):
     ("name", "fast"), [*((name, False) for name in LAYERS), ("few heads", True), ("packed", True)]
 )
 def test_counted_places_equal_uploaded_ones(device, name, fast):
-    """Places counted on the device give bit-identical steps to uploaded ones, close to those of the
-    prompt kernel.
+    """Places counted on the device give bit-identical steps to uploaded ones, close to the prompt
+    kernel's.
     """
     module, x = made(device, LAYERS[name], fast=fast)
     cache = begun(module, x)
@@ -238,7 +238,7 @@ def test_counted_places_equal_uploaded_ones(device, name, fast):
 
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_unsupported_step_uploads_places(device, uploads, name):
-    """Layers whose steps need the host have no places on the device and upload in every step."""
+    """Layers whose steps need the host have no positions on the device and upload in every step."""
     module, x = made(device, OTHERWISE[name])
     _, cache = steps(module, x, begun(module, x))
     assert cache.next_positions is None
@@ -282,7 +282,7 @@ BETWEEN = {
 
 @pytest.mark.parametrize("name", BETWEEN)
 def test_places_follow_changes_of_cache(device, name):
-    """A step after a change of the cache equals one whose places are uploaded."""
+    """A step after a change of the cache equals one whose positions are uploaded."""
     module, x = made(device, LAYERS["few heads"])
     found, after = steps(module, x, begun(module, x), lambda cache: BETWEEN[name](module, cache))
     expected, cache = steps(
@@ -293,7 +293,7 @@ def test_places_follow_changes_of_cache(device, name):
 
 
 def test_cache_in_other_layer_uses_its_table(device):
-    """A cache used by a layer with another RoPE theta is rotated by the table of that layer."""
+    """A cache used by a layer with a different RoPE theta is rotated by the table of that layer."""
     module, x = made(device, LAYERS["few heads"])
     other, _ = made(device, replace(LAYERS["few heads"], rope=parity.Rope(100.0)))
     _, cache = steps(module, x, begun(module, x))
@@ -323,7 +323,7 @@ def test_functions_count_places_like_modules(device, uploads):
 
 @pytest.mark.parametrize("name", ["few heads", "some biases", "sinks, no output projection"])
 def test_loading_weights_renews_step_tensors(device, name):
-    """After load_weights, steps equal those of a new layer with these weights."""
+    """After load_weights, steps equal the steps of a new layer with these weights."""
     spec = LAYERS[name]
     (module, x), (expected, _) = made(device, spec), made(device, spec)
     other = {name: 2.0 * weight for name, weight in parity.random_weights(spec, seed=5).items()}
@@ -380,7 +380,7 @@ def test_steps_use_overridden_projection(device):
 
 
 def test_places_that_stand_still_are_wrong(device, monkeypatch):
-    """Control: if the device does not advance its places, outputs differ."""
+    """Control: if the device does not advance its positions, outputs differ."""
     module, x = made(device, LAYERS["few heads"])
     expected, _ = steps(module, x, begun(module, x))
     monkeypatch.setattr(ttnn, "plus_one", lambda x: x)
@@ -421,7 +421,7 @@ with mha_tt.open_device(trace_region_size=2**24) as device:
     def begun():
         _, cache = layer(mha_tt.upload(prompt, device=device), layer.init_cache(2, 128))
         x = mha_tt.upload(token, device=device)
-        return x, layer(x, cache)[1]  # after a step its places are on the device
+        return x, layer(x, cache)[1]  # after a step its positions are on the device
 
     x, cache = begun()
     expected = []

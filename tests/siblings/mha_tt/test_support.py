@@ -29,7 +29,7 @@ def test_recorded_layer_support_is_current():
         "-c",
         PROGRAM,
         str(TOOLS),
-    ]  # a separate process, because it opens another board
+    ]  # a separate process, because it opens a different board
     result = subprocess.run(program, env=kept, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     found, recorded = json.loads(result.stdout)

@@ -34,14 +34,14 @@ m("mask-subtracted", "mask",
 m("small-penalty", "mask", (FILL, "(1.0 - extended) * -3.0"), "The penalty is -3, and padding leaks.", "attn_weights",
   law="penalty -3", limited={"B": (1,)})
 m("masks-queries", "mask", (SHAPE, "attention_mask[:, None, :, None]"),
-  "Queries that are padding are hidden in place of keys.", "mask", law="mask transposed", limited={"B": (1,)})
+  "Queries that are padding are hidden instead of keys.", "mask", law="mask transposed", limited={"B": (1,)})
 m("mask-other-sequence", "mask", (SHAPE, "attention_mask.flip(0)[:, None, None, :]"),
   "Each sequence has the mask of the other one.", "mask", law="sequences exchanged")
 m("mask-first-sequence", "mask", (SHAPE, "attention_mask[:1, None, None, :]"),
   "The mask of the first sequence is that of all.", "mask", law="sequence 1 has the mask of sequence 0",
   limited={"B": (1,)})
 m("mask-by-heads", "mask", (SHAPE, "attention_mask[:, None, None, :].roll(1, 0)"),
-  "Masks are repeated per head by tile in place of repeat: sequence b gets that of another.", "mask",
+  "Masks are repeated per head by tile instead of repeat: sequence b gets another sequence's mask.", "mask",
   case="bert-three", law="sequences permuted")
 m("lengths-inclusive", "mask", (LENGTHS, "torch.arange(p.case.key_len)[None, :] <= lengths[:, None]"),
   "One token of padding is seen.", "mask", law="lengths one too large", limited={"B": (1,), "S": (4,)})
@@ -82,7 +82,7 @@ m("value-no-bias", "bias", (VALUE, 'value_layer = self.transpose_for_scores(sour
   "The bias of the values is lost.", "v", law="a constant vector is missing")
 m("key-bias-for-query", "bias", (QUERY,
     'query_layer = self.transpose_for_scores(hidden_states @ self.state["query.weight"].t() + '
-      'self.state["key.bias"])'), "Queries have the keys' bias.", "q", law="another constant vector")
+      'self.state["key.bias"])'), "Queries have the keys' bias.", "q", law="a different constant vector")
 m("cross-query-source", "axes", ('self.linear("value", source)', 'self.linear("value", source.flip(1))'),
   "Values are made of the tokens in reverse.", "v", case="cross", law="tokens reversed")
 m("cross-keys-of-self", "axes", (KEY, KEY.replace("source", "hidden_states")),

@@ -59,9 +59,9 @@ m("fill-finite", "mask", (FILL, "s = np.where(hide, np.float32(-5.0), s)"), "Hid
   law="penalty -5")
 m("empty-mean", "mask", (FILL, "s = np.where(hide, np.float32(-1e9), s)"),
   "A sequence without a key gets the mean of its padding.", "context", case="empty-rows", limited={"B": (1,)},
-  law="mean in place of 0")
+  law="mean instead of 0")
 m("empty-nan", "mask", (OUT, "out[rows] = acc / total[:, None]"), "A sequence without a key is NaN.", "context",
-  case="empty-rows", limited={"B": (1,)}, law="NaN in place of 0")
+  case="empty-rows", limited={"B": (1,)}, law="NaN instead of 0")
 m("empty-eps", "softmax", (OUT, "out[rows] = acc / (total + 0.01)[:, None]"),
   "0.01 is added to the sum, against rows without a key.", "context")
 m("scale-base-2", "scale", (S, "s = (q[rows] @ k[cols].T) * scale * np.float32(1.4427)"),

@@ -70,7 +70,7 @@ m("big-neg-small", "mask", (WHERE, "attn_weights = jnp.where(mask, attn_weights,
 m("mask-next-sequence", "mask", (PADDING, PADDING.replace("lengths[:, None]", "jnp.roll(lengths, 1)[:, None]")),
   "Each sequence has the length of the one before.", "mask", law="sequences exchanged")
 m("query-padding", "mask", (PADDING, "(jnp.arange(kv_len)[None, :] < lengths[:, None])[:, None, :, None]"),
-  "Queries are hidden in place of keys.", "mask", law="mask transposed", limited={"B": (1,)})
+  "Queries are hidden instead of keys.", "mask", law="mask transposed", limited={"B": (1,)})
 m("scale-heads", "scale", ("depth = query.shape[-1]", "depth = query.shape[-2]"), "The depth is the number of heads.",
   "scores", law="factor 1.633")
 m("scale-integer", "scale", (SCALE, "query = query / depth"), "Queries are divided by the depth and not by its root.",

@@ -27,7 +27,7 @@ Y = "y = torch.matmul(attn, value)"
 MERGE = "y = y.transpose(1, 2).reshape(bsz, q_len, -1)"
 LATER = (1, 2, 3, 4, 5, 6, 7)
 
-m("norm-w", "norm", (PLUS, "output = output * self.weight.float()"), "The norm multiplies by w in place of 1 + w.",
+m("norm-w", "norm", (PLUS, "output = output * self.weight.float()"), "The norm multiplies by w instead of 1 + w.",
   "q", law="weight w")
 m("norm-weight-lost", "norm", (PLUS, "pass"), "The norm has no weight.", "q", law="weight 1")
 m("norm-w-twice", "norm", (PLUS, "output = output * (2.0 + self.weight.float())"),

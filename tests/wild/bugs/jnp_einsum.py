@@ -80,7 +80,7 @@ m("scale-kv", "scale", ("scale = h**-0.5 if", "scale = (h * n // k)**-0.5 if"),
   "The scale counts the features of a group.", "scores", law="factor 0.70711")
 m("cap-missing", "cap", (CAP, "pass"), "Scores are not capped.", "scores", case="capped", law="no soft cap")
 m("cap-hard", "cap", (CAP, "logits = jnp.clip(logits, -spec.soft_cap, spec.soft_cap)"),
-  "Scores are clipped in place of capped softly.", "scores", case="capped")
+  "Scores are clipped instead of capped softly.", "scores", case="capped")
 m("cap-no-return", "cap", (CAP, "logits = jnp.tanh(logits / spec.soft_cap)"),
   "Capped scores are not multiplied by the cap again.", "scores", case="capped", law="factor 0.5")
 m("cap-before-scale", "cap", (SCALE, "logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap) * scale"),

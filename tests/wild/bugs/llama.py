@@ -75,7 +75,7 @@ m("pass-first", "rope", ("q_rot, q_pass = q[..., :dim], q[..., dim:]", "q_pass, 
 m("positions-from-1", "rope", (POSITIONS, POSITIONS.replace("arange(start, start", "arange(start + 1, start + 1")),
   "Positions begin at 1, which no score shows.", "q", in_output=False, law="positions + 1")
 m("first-position-lost", "rope", (POSITIONS, "position_ids = torch.arange(x.shape[1])[None]"),
-  "Positions begin at 0 in place of 7, which no score shows.", "q", case="llama-offset", in_output=False,
+  "Positions begin at 0 instead of 7, which no score shows.", "q", case="llama-offset", in_output=False,
   law="positions - 7")
 m("query-not-rotated", "rope", (QEMB, "q_embed = q_rot"), "Queries are not rotated.", "q",
   limited={"T": (1, 2, 3, 4, 5, 6, 7, 8)})
@@ -95,18 +95,18 @@ m("positions-bf16", "precision", (TABLES, TABLES.replace(".float()", ".bfloat16(
   "Positions are rounded to bfloat16, in which 2001 is 2000.", "q", case="llama-far", law="positions rounded")
 m("angles-bf16", "precision", ("freqs = position_ids[:, :, None].float() * cfg.inv_freq[None, None, :]",
     "freqs = (position_ids[:, :, None].bfloat16() * cfg.inv_freq.bfloat16()[None, None, :]).float()"),
-  "Positions, frequencies and angles are bfloat16 numbers.", "q", case="llama-offset",
+  "Positions, frequencies and angles are in bfloat16.", "q", case="llama-offset",
   limited={"H": (1, 2, 3, 5, 6, 7)}, law="angles in bfloat16")
 m("angles-half", "precision", ("emb = torch.cat((freqs, freqs), dim=-1)", "emb = torch.cat((freqs, freqs), dim=-1).half()"),
-  "Angles are float16 numbers.", "q", case="llama-offset", law="angles in float16")
+  "Angles are in float16.", "q", case="llama-offset", law="angles in float16")
 m("powers-bf16", "precision", (INV, INV.replace(" / dim))", " / dim)).bfloat16().double()")),
-  "Powers of theta are bfloat16 numbers.", "q", case="llama-500k",
+  "Powers of theta are in bfloat16.", "q", case="llama-500k",
   limited={"T": (1, 2, 3, 4, 5, 6, 7, 8), "H": (1, 2, 5, 6)}, law="frequencies in bfloat16")
 m("frequencies-bf16", "precision", ("return inv_freq.float()", "return inv_freq.bfloat16().float()"),
   "inv_freq was cast to bfloat16 with the model.", "q", law="bfloat16 frequencies", case="llama-far")
 m("cos-per-head", "rope",
   ("cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)", "cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)"),
-  "The tables broadcast over heads in place of tokens.", "q", case="llama-square",
+  "The tables broadcast over heads instead of tokens.", "q", case="llama-square",
   law="head n is turned as token n should be")
 m("tiled", "heads",
   (EXPAND, "hidden_states = hidden_states[:, None].expand(batch, n_rep, num_key_value_heads, slen, head_dim)"),
@@ -151,7 +151,7 @@ m("cache-keys-twice", "cache", (CATK, "k = torch.cat([past[0][:, :, :-1], past[0
 m("cache-prepends", "cache", (CATK, "k = torch.cat([k, past[0]], dim=2)"), "New keys are put in front.",
   "step1.cache.keys", case="llama-steps", law="slots rotated")
 m("cache-values-stale", "cache", (CATV, "v = torch.cat([past[1], past[1][:, :, -v.shape[2]:]], dim=2)"),
-  "The last value is cached again in place of the new one.", "step1.cache.values", case="llama-steps",
+  "The last value is cached again instead of the new one.", "step1.cache.values", case="llama-steps",
   limited={"S": (4,)}, law="stale slot")
 m("cache-unrotated", "cache", (CATK, "k = torch.cat([past[0], rec['k.before_rope']], dim=2)"),
   "Keys of steps are cached without their rotation.", "step1.cache.keys", case="llama-steps", limited={"S": (4,)})

@@ -58,7 +58,7 @@ m("linear-frequencies", "rope", (FREQS, "freqs = torch.linspace(1.0, 1.0 / theta
 m("rope-before-split", "rope", (VIEW, "freqs_cis = freqs_cis[-1:].view(1, 1, 1, -1)"),
   "All tokens are turned by the last position, so that no score depends on any.", "q")
 m("by-head", "rope", (VIEW, "freqs_cis = freqs_cis[: xq_.shape[2]].view(1, 1, xq_.shape[2], -1)"),
-  "Heads are turned in place of tokens.", "q", case="meta-mha", law="head n is turned as token n should be")
+  "Heads are turned instead of tokens.", "q", case="meta-mha", law="head n is turned as token n should be")
 m("key-one-late", "rope", (ROTARY,
     "xq, xk = apply_rotary_emb(xq, apply_rotary_emb(xk, xk, freqs_cis[1:2].expand_as(freqs_cis))[0], freqs_cis)"),
   "Keys are turned by one position more than queries.", "k", law="positions of k + 1")

@@ -54,7 +54,7 @@ for suffix, case, dtype in (("", "cache-int8-token", "float32"), ("-bf16", "cach
       "The memory of the scales is never written.", FIRST, law="scales 0", **of)
 m("token-without-head", "cache", (TOKEN_HEAD, '"token_head": (1, 3)'), "All heads of a token share a scale.", FIRST,
   case="cache-int8-token", law="a scale per token")
-m("truncated", "cache", (ROUND, ROUND.replace("round", "trunc")), "Numbers are cut off.", FIRST,
+m("truncated", "cache", (ROUND, ROUND.replace("round", "trunc")), "Values are cut off.", FIRST,
   case="cache-int8-token", law="toward zero")
 m("scales-of-each-call", "cache", (KEPT, "if False:"), "Each call computes new scales.", "step1.cache.keys",
   case="cache-int8-head", law="scales of the call")
@@ -75,7 +75,7 @@ for suffix, case in (("", "cache-int8-zero"), ("-kivi", "cache-kivi")):
     m(f"zero-not-stored{suffix}", "cache", (NUMBERS, "self.narrow(x / scale)"),
       "The zero points are not subtracted from what is stored.", FIRST, case=case, law="stored unshifted")
     m(f"zero-scale-lost{suffix}", "cache", (READ, READ.replace("numbers * torch.cat(self.scales, 2)", "numbers")),
-      "The numbers are not multiplied by their scales.", FIRST, case=case, law="scales missing")
+      "The stored values are not multiplied by their scales.", FIRST, case=case, law="scales missing")
 m("zero-unscaled", "cache", (READ, READ.replace("torch.cat(self.zeros, 2)", "(torch.cat(self.zeros, 2) / torch.cat(self.scales, 2)).round()")),
   "The zero points are subtracted after the scale.", FIRST, case="cache-int8-zero", law="zero points unscaled")
 m("kivi-groups", "cache", (KEYS, KEYS.replace("keys", "values", 1)), "Keys have a scale for each token, as values have.",

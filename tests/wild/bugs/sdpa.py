@@ -28,7 +28,7 @@ m("mask-not-passed", "mask", (CALL, CALL.replace("attn_mask=attn_mask", "attn_ma
   "context", limited={"B": (1,)}, law="mask ignored")
 m("padding-on-queries", "mask",
   (KEEP, KEEP.replace("[:, None, None, :]", "[:, None, :, None].expand(-1, -1, -1, case.key_len)")),
-  "Queries are hidden in place of keys.", "mask", limited={"B": (1,)}, law="mask transposed")
+  "Queries are hidden instead of keys.", "mask", limited={"B": (1,)}, law="mask transposed")
 m("is-causal-too", "mask",
   (CALL, CALL.replace("attn_mask=attn_mask", "attn_mask=None").replace("is_causal=False", "is_causal=True")),
   "is_causal is set in an encoder.", "context", case="bert-full", law="causality added", limited={"T": (0, 1, 2, 3)})
@@ -51,10 +51,10 @@ m("random-transposed", "mask", (RANDOM, 'allowed = ~torch.from_numpy(inputs["mas
 m("empty-as-mean", "mask",
   (CALL, CALL.replace("attn_mask=attn_mask", "attn_mask=torch.zeros(attn_mask.shape).masked_fill(~attn_mask, -1e9)")),
   "A sequence without a key gets the mean of its padding.", "context", case="empty-rows", limited={"B": (1,)},
-  law="mean in place of 0")
+  law="mean instead of 0")
 m("empty-as-nan", "mask",
   (FLATTEN, f"context = context / (~rec['mask']).any(-1, keepdim=True)\n    rec['context'] = context\n    {FLATTEN}"),
-  "A sequence without a key is NaN.", "context", case="empty-rows", limited={"B": (1,)}, law="NaN in place of 0")
+  "A sequence without a key is NaN.", "context", case="empty-rows", limited={"B": (1,)}, law="NaN instead of 0")
 m("bias-scaled", "bias", (BIAS, "bias = bias * case.spec.head_dim**-0.5\n        " + BIAS),
   "The bias of the scores is scaled.", "context", case="bert-biased", law="bias times 0.35355")
 m("bias-lost", "bias", (BIAS, "return keep"), "The bias of the scores is lost.", "context", case="bert-biased",

@@ -1,4 +1,4 @@
-"""As in Gemma and its kin: torch, norms of queries and keys with 1 + w, another scale, soft cap, sliding window."""
+"""As in Gemma and its kin: torch, norms of queries and keys with 1 + w, a different scale, soft cap, sliding window."""
 
 from types import SimpleNamespace
 

@@ -56,7 +56,7 @@ def step(spec, how, w, cache, x, start, real):
     hidden = hidden_keys(real, start, t)
     rec["mask"] = hidden
     work = torch.float32 if how.wide else x.dtype
-    # A row of padding has no key: its softmax is over equal numbers, and nothing reads it.
+    # A row of padding has no key: its softmax is over equal values, and nothing reads it.
     bias = torch.zeros(hidden.shape, dtype=work).masked_fill(hidden, torch.finfo(work).min)
     context = scaled_dot_product_attention(q.to(work), keys.to(work), values.to(work), bias, enable_gqa=True).to(
         x.dtype

@@ -1,4 +1,4 @@
-"""Decoding in PyTorch with a cache of 8 or 4 bits: numbers, and next to them the scales that make them keys and values."""
+"""Decoding in PyTorch with a cache of 8 or 4 bits: stored values, and next to them the scales that make them keys and values."""
 
 import torch
 from torch.nn.functional import linear

@@ -83,7 +83,7 @@ def other_sequence(exam: Examination, question: Question) -> Answer:
 
 
 def _with_other_sequence(x: np.ndarray) -> np.ndarray:
-    """Return an input with large other numbers in sequence 1."""
+    """Return an input with other, large values in sequence 1."""
     other = x.copy()
     other[1] = np.random.default_rng(SEED + 1).standard_normal(x[1].shape) * 10.0
     return other
@@ -144,7 +144,7 @@ def _of_weights(
     shape = attn_weights.shape
     if shape[-2:] != (TOKENS, TOKENS) or attn_weights.ndim not in (3, 4):
         evidence = f"the attention weights have the shape {shape}"
-        return PathAnswer("of another shape", Kind.BROKEN, evidence)
+        return PathAnswer("of the wrong shape", Kind.BROKEN, evidence)
     if np.isnan(attn_weights).any():
         first_row = attn_weights.reshape(-1, TOKENS)[0]
         return PathAnswer("NaN", Kind.BROKEN, f"attn_weights[0, 0] = {numbers(first_row)}")

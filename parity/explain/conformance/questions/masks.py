@@ -132,7 +132,7 @@ def mask(exam: Examination, question: Question) -> Answer:
 
 
 def _floats(exam: Examination) -> PathAnswer:
-    """Determine the effect of a floating-point mask: 1 for True, or large negative numbers."""
+    """Determine the effect of a floating-point mask: 1 for True, or large negative values."""
     hidden = _hidden_key(2)
     inputs = exam.inputs()
     expected = exam.run(exam.base, inputs, hidden).output

@@ -137,7 +137,9 @@ def _ways(exam: Examination, num_tokens: int) -> list[Way]:
 
 
 def _options_of(exam: Examination, way: Way) -> dict[str, Any]:
-    """Return the arguments of a way; those of padding depend on how the subject reads them."""
+    """Return the arguments of a way; the arguments of padding depend on how the subject reads
+    them.
+    """
     options = dict(way.options)
     if way.name != "padding":
         return options
@@ -239,7 +241,7 @@ def _outputs(
 ) -> list[np.ndarray]:
     """Return the output of each sequence with a non-finite value, or with None.
 
-    Calls have the same batch size as those of other questions, because JAX recompiles for every
+    Calls have the same batch size as the calls of other questions, because JAX recompiles for every
     other shape.
     """
     num_tokens = len(way.visible)

@@ -144,7 +144,7 @@ def strided(exam: Examination, question: Question) -> Answer:
         moves, difference = change(before, after, path, range(TOKENS))
         if moves:
             evidence = f"from contiguous to strided {difference}"
-            return PathAnswer("another result", Kind.BROKEN, evidence)
+            return PathAnswer("a different result", Kind.BROKEN, evidence)
         return PathAnswer("the same")
 
     return exam.answer(question, ask)
@@ -169,11 +169,11 @@ def agreement(exam: Examination, question: Question) -> Answer:
         if randomness:
             return PathAnswer("random", Kind.BROKEN, f"from one call to the next {randomness}")
         error = relative_error(exam.run(path, inputs, hidden).output, expected)
-        # Inputs and projections are rounded too: this detects another function, and does not
+        # Inputs and projections are rounded too: this detects a different function, and does not
         # measure accuracy. A NaN is an error.
         if not error <= 64 * unit_of_rounding(path.dtype):
             evidence = f"{error:.2e} of the output's size away from {exam.base}"
-            return PathAnswer("another result", Kind.BROKEN, evidence)
+            return PathAnswer("a different result", Kind.BROKEN, evidence)
         return PathAnswer("agree")
 
     paths = []

@@ -95,7 +95,7 @@ class Topic(NamedTuple):
     Attributes:
         bugs_of: yields those that a case could have, usual ones first.
         steps: the steps of the reference that they change. All change the step of a whole module,
-            except those of the backward pass.
+            except bugs of the backward pass.
     """
 
     bugs_of: Callable[[Case], Iterable[Edit]]
@@ -259,12 +259,12 @@ LOST_ONCE = ("cache-slot-stale", "cache-slot-late", "cache-slot-early")
 def bugs_from_call(case: Case, call: int, observed: Mapping[str, np.ndarray]) -> list[Edit]:
     """Return the bugs of a cache that begin in a call: in it alone, or from it on.
 
-    All calls together have many. A search needs those of the first wrong call.
+    All calls together have many. A search needs the bugs of the first wrong call.
 
     Args:
         case: the case.
         call: the call.
-        observed: the stages, which tell some of their numbers.
+        observed: the stages, which determine some of their parameters.
     """
     if not case.is_cached or not 0 <= call < len(case.chunks):
         return []
@@ -317,7 +317,7 @@ def bug_by_name() -> dict[str, Edit]:
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
     # Orders that are found by comparing are not in the table.
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]
-    about = "a packed weight is read in another order than it was packed in"
+    about = "a packed weight is read in a different order than it was packed in"
     bugs.append(weights.misread(weights.MISREAD, np.arange(0), (), about, FUSED_QKV.fix))
     bugs += [*backward.of_dropout(np.ones(1)), *backward.redrawn(np.ones(1))]
     bugs += [backward.multiplied(2.0)]

@@ -1,6 +1,6 @@
 """Bugs of the backward pass: the forward pass is right, and gradients are not.
 
-They override methods of `reference.Backward` and never those of the layer.
+They override methods of `reference.Backward` and never methods of the layer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_HEADS = 16
 SHOWN_BY = {
     f"grad.{name}": (f"grad.{name}_norm.weight", f"grad.{name}_proj.weight") for name in "qkv"
 }
-"""Gradients that show a bug first if those of the stage are not recorded."""
+"""Gradients that show a bug first if the gradients of the stage are not recorded."""
 
 Change = Callable[[Backward, np.ndarray], np.ndarray]
 """Turns a gradient into a wrong one."""
@@ -397,7 +397,9 @@ def _without_slope(_: Backward, original: Any, values: Values) -> float:
 
 
 def masks(case: Case) -> Iterator[Edit]:
-    """Yield masks that are forgotten where weights are computed again, such as that of padding."""
+    """Yield masks that are forgotten where weights are computed again, such as the mask of
+    padding.
+    """
     hidden: dict[str, tuple[str, dict[str, Any]]] = {}
     if case.key_padding_lengths is not None:
         without = {"key_padding_lengths": None}
@@ -473,7 +475,7 @@ def blocks(case: Case) -> Iterator[Edit]:
         yield _bug(
             BACKWARD,
             "grad-lse-not-merged",
-            f"in the backward pass each of {words} has its own log-sum-exp, not that of all keys",
+            f"in the backward pass each of {words} has its own log-sum-exp, not one over all keys",
             _kernel_with({"attn_weights": _normalized_by_block(size)}),
             "grad.v",
         )

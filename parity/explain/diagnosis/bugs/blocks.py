@@ -21,7 +21,7 @@ from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
 
 SIZES = (2, 3, 4, 5, 6, 8, 16, 32, 64, 128, 256)
-"""Block sizes that are tried: those of kernels, and of small tests."""
+"""Block sizes that are tried: the sizes of kernels, and of small tests."""
 
 NAMED_SIZE = 4
 """The block size of bugs that have names of their own."""
@@ -129,7 +129,7 @@ class BlockBug:
     """A wrong line in the loop over blocks.
 
     Attributes:
-        words: a description, with places for the numbers of `rows` and `keys` of a block.
+        words: a description, with placeholders for the numbers of `rows` and `keys` of a block.
         of_sum: changes the factor by which the running sum is rescaled.
         of_values: changes the factor by which the weighted values are rescaled.
         key_blocks: the visited blocks of keys.
@@ -278,7 +278,7 @@ def kernel_weights(
 
 
 def _beginning(layer: Layer, scores: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the highest score and the sum before the first block: those of the sink, if any."""
+    """Return the highest score and the sum before the first block: the sink's, if any."""
     shape = (*scores.shape[:2], rows, 1)
     sinks = layer.sinks()
     if sinks is None:

@@ -42,7 +42,7 @@ def lengths(case: Case) -> Iterator[Edit]:
 
 
 def _call_with_other_length(by: int, layer: Layer, original: Override, index: int) -> CachedCall:
-    """Begin a later call at another number of cached tokens."""
+    """Begin a later call at the wrong number of cached tokens."""
     call = original(index)
     if index == 0:
         return call
@@ -57,7 +57,7 @@ def _with_later_positions(by: int, inputs: Any, positions: np.ndarray) -> tuple[
 
 
 def _with_first_length(by: int, _: Layer, original: Override, *inputs: Any) -> New:
-    """Count another number of tokens in the first call. Later ones add theirs to that number."""
+    """Count the wrong number of tokens in the first call. Later ones add theirs to that number."""
     tokens, grown = NewTokens(*inputs), original(*inputs)
     if tokens.before.any():
         return grown

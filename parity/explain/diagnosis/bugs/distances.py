@@ -75,7 +75,7 @@ def alibi(case: Case) -> Iterator[Edit]:
 
 
 def _other_slopes(spec: AttentionSpec, right: Alibi) -> Iterator[Edit]:
-    """Slopes of another formula: each is 2 to the power of a share of the largest exponent."""
+    """Slopes of a different formula: each is 2 to the power of a share of the largest exponent."""
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
     n = np.arange(1, num_heads + 1)
     power_of_two = 1 << (num_heads.bit_length() - 1)
@@ -130,7 +130,9 @@ def relative_bias(case: Case) -> Iterator[Edit]:
 
 
 def _read_by_heads(num_heads: int, table: np.ndarray) -> np.ndarray:
-    """Return the numbers of a table (num_buckets, N) as if they were stored as (N, num_buckets)."""
+    """Return the elements of a table (num_buckets, N) as if they were stored as (N,
+    num_buckets).
+    """
     return table.reshape(num_heads, -1).T
 
 
@@ -183,14 +185,14 @@ def _of_grid(right: GridBias) -> Iterator[Edit]:
         yield bug("grid-bias-by-columns", about, {"bucket_on": before(_counted_by_columns)})
     if right.class_token:
         about = "the buckets of the class token as query and as key are exchanged"
-        # The last bucket is that of the class token with itself.
+        # The last bucket is for the class token with itself.
         as_query, as_key = right.num_buckets - 3, right.num_buckets - 2
         exchanged = partial(_buckets_exchanged, as_query, as_key)
         yield bug("grid-bias-class-token", about, {"bucket_on": after(exchanged)})
 
 
 Places = tuple[GridBias, np.ndarray, np.ndarray]
-"""A grid, and the places of queries and keys among its tokens."""
+"""A grid, and the positions of queries and keys among its tokens."""
 
 
 def _query_and_key_exchanged(grid: GridBias, query: np.ndarray, key: np.ndarray) -> Places:
@@ -202,7 +204,7 @@ def _counted_by_columns(grid: GridBias, query: np.ndarray, key: np.ndarray) -> P
 
 
 def _by_columns(grid: GridBias, place: np.ndarray) -> np.ndarray:
-    """Return the places, row by row, of tokens that are counted column by column."""
+    """Return the positions, row by row, of tokens that are counted column by column."""
     first = int(grid.class_token)
     column, row = np.divmod(place - first, grid.height)
     return np.where(place < first, place, row * grid.width + column + first)
@@ -255,7 +257,7 @@ def _products_with_tables(right: RelativeProducts, bug: Callable[..., Edit]) -> 
         exchanged = {"relative_keys": "relative_queries", "relative_queries": "relative_keys"}
         yield bug(
             "relative-products-swapped",
-            "queries have the vectors of keys, and keys those of queries",
+            "queries have the vectors of keys, and keys the vectors of queries",
             {"distance_vectors": named_as(exchanged)},
         )
         for place, name in enumerate(("queries", "keys")):
@@ -266,7 +268,7 @@ def _products_with_tables(right: RelativeProducts, bug: Callable[..., Edit]) -> 
 
 def _sinusoid_products(bug: Callable[..., Edit]) -> Iterator[Edit]:
     """Yield bugs in products with projected sinusoids."""
-    about = "sinusoids are those of key - query"
+    about = "sinusoids are of key - query"
     yield bug("sinusoid-products-flipped", about, {"sinusoid_distance": before(_negative)})
     about = "queries are counted from 1, keys from 0"
     yield bug("sinusoid-products-off-by-one", about, {"sinusoid_distance": before(_one_more)})
@@ -314,7 +316,7 @@ class _Linear(RelativeBias):
         return self._of_direction(np.abs(distances), half) + half * (distances > 0)
 
     def _of_direction(self, away: np.ndarray, count: int) -> np.ndarray:
-        """Return one of `count` buckets; those of the second half have equal width."""
+        """Return one of `count` buckets; the buckets of the second half have equal width."""
         exact = count // 2
         width = (self.max_distance - exact) / (count - exact)
         widening = exact + np.floor((away - exact) / width).astype(np.int64)

@@ -17,10 +17,10 @@ class BugFamily:
 
     Attributes:
         page: their page in parity/bugs. It is also the name of a fitted pattern.
-        fix: an instruction, with places for `spec`, which is right, `root`, sqrt(head_dim), and
-            RoPE's `scaling`; empty if the numbers of a pattern do not tell what to change.
-        about: a description, with places for `found` and `right`, if known bugs and patterns share
-            it.
+        fix: an instruction, with placeholders for `spec`, which is right, `root`, sqrt(head_dim),
+            and RoPE's `scaling`; empty if the values of a pattern do not tell what to change.
+        about: a description, with placeholders for `found` and `right`, if known bugs and patterns
+            share it.
     """
 
     page: str
@@ -54,7 +54,7 @@ def in_families(edit: Edit, spec: AttentionSpec, families: Families) -> Edit:
 
 TRANSPOSED = BugFamily(
     "transposed-kernel",
-    "canonical kernels are (out, in), those of Flax and GPT-2's Conv1D (in, out)",
+    "canonical kernels are (out, in); Flax and GPT-2's Conv1D store (in, out)",
 )
 SWAPPED = BugFamily(
     "swapped-projections",
@@ -70,7 +70,7 @@ ROUNDED_WEIGHTS = BugFamily(
 )
 BIAS = BugFamily("missing-bias", "add the bias of each projection once, its own")
 QK_NORM = BugFamily(
-    "qk-norm", "normalize with the layer's own norms, weights and eps, at the specified place"
+    "qk-norm", "normalize with the layer's own norms, weights and eps, at the specified point"
 )
 SEQUENCES = BugFamily(
     "batch-axis", "attend within each sequence: heads are (B, N, T, H), batch first"
@@ -259,8 +259,8 @@ PRECISION = BugFamily(
 
 
 def scale_family(spec: AttentionSpec) -> BugFamily:
-    """Return the family of scales: the usual one, or that of a layer with its own, as with latents
-    and YaRN.
+    """Return the family of scales: the usual one, or the scale of a layer with its own, as with
+    latents and YaRN.
     """
     is_usual = spec.scale is None and math.isclose(spec.score_scale * math.sqrt(spec.head_dim), 1.0)
     return DIVIDED if is_usual else MULTIPLIED

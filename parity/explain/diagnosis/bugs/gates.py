@@ -34,5 +34,5 @@ def gates(case: Case) -> Iterator[Edit]:
 
 
 def _before_sigmoid(openness: np.ndarray) -> np.ndarray:
-    """Return the numbers whose sigmoids are some factors between 0 and 1."""
+    """Return the values whose sigmoids are some factors between 0 and 1."""
     return np.log(openness) - np.log1p(-openness)

@@ -113,7 +113,7 @@ def reordered(case: Case) -> Iterator[Edit]:
 
 
 def permuted_heads(expected: Values, observed: Values) -> list[Edit]:
-    """Return the heads of q, k or v in their observed order, if they are in another order.
+    """Return the heads of q, k or v in their observed order, if it differs from the expected one.
 
     Args:
         expected, observed: stages by name; with a cache, the first step decides.

@@ -41,7 +41,7 @@ def _norm_missing(name: str, words: str, stage: str) -> Edit:
 
 
 def _other_factors(spec: AttentionSpec, latent: Latent) -> Iterator[Edit]:
-    """Factors of the latents: 1, the square of the right one, or that of the other latent."""
+    """Factors of the latents: 1, the square of the right one, or the factor of the other latent."""
     for of, words, stage in (("q", "queries", "q"), ("kv", "keys and values", "latents")):
         name = f"{of}_factor"
         factor = getattr(latent, name)
@@ -68,8 +68,8 @@ def _other_factors(spec: AttentionSpec, latent: Latent) -> Iterator[Edit]:
             "the factors of the two latents, of queries and of keys and values, are exchanged",
             of_spec(spec, latent=exchanged),
             fix=(
-                f"multiply queries' latent by {latent.q_factor:.6g}, that of keys and values by "
-                f"{latent.kv_factor:.6g}"
+                f"multiply queries' latent by {latent.q_factor:.6g}, the latent of keys and "
+                f"values by {latent.kv_factor:.6g}"
             ),
         )
 
@@ -77,7 +77,7 @@ def _other_factors(spec: AttentionSpec, latent: Latent) -> Iterator[Edit]:
 def _columns_read_otherwise(
     spec: AttentionSpec, latent: Latent, own_features: int
 ) -> Iterator[Edit]:
-    """Split the features of a projection in another order than its weight."""
+    """Split the features of a projection in a different order than its weight."""
     num_heads, value_dim, shared = spec.num_heads, spec.value_head_dim, latent.rope_dim
     q_projection = "q_b_proj"
     if latent.q_rank is None:
@@ -120,7 +120,7 @@ def _rolled(num_heads: int, size: int, by: int) -> np.ndarray:
 
 
 def _read(projection: str, order: np.ndarray) -> Overrides:
-    """Read the output of a projection in another order."""
+    """Read the output of a projection in a different order."""
     return {"linear": for_names((projection,), after(partial(_reordered, order)))}
 
 

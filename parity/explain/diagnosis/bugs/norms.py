@@ -147,7 +147,7 @@ def _of_another_kind(spec: AttentionSpec, norm: Norm) -> Edit:
 
 
 def _over_other_features(spec: AttentionSpec, norm: Norm) -> Edit:
-    # Not the layer of another specification: that one has norms of other widths.
+    # Not the layer of a different specification: that one has norms of other widths.
     if norm.over == "width":
         return of_norms(
             "qk-norm-per-head",

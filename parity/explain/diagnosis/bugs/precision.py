@@ -42,7 +42,7 @@ OF_INPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "q_a_proj", "kv_a_proj")
 """The projections of the layer's inputs."""
 
 NEAR = 2.0**-20
-"""Relative distance from the middle of two narrower numbers at which a float32 may be rounded
+"""Relative distance from the middle of two narrower values at which a float32 may be rounded
 either way.
 """
 
@@ -138,10 +138,10 @@ def _rounded_to(dtype: np.dtype, x: np.ndarray) -> np.ndarray:
 
 
 def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
-    """Round computed numbers; the same-precision reference stays in the middle if either way is
+    """Round computed values; the same-precision reference stays in the middle if either way is
     possible.
 
-    A number whose last bits are 0 is probably exact: an input, or a sum of short numbers. All round
+    A number whose last bits are 0 is probably exact: an input, or a sum of short ones. All round
     it alike.
     """
     if layer.arithmetic.dtype != np.float32 or not x.size:
@@ -416,7 +416,7 @@ POWERS, FREQUENCIES, POSITIONS, ANGLES, TABLES = (
     "angles",
     "tables of cosines and sines",
 )
-"""Numbers of RoPE, each computed from those before it."""
+"""Quantities of RoPE, each computed from those before it."""
 
 ROUNDED_TOGETHER = (
     (FREQUENCIES,),
@@ -438,8 +438,8 @@ ROUNDED_TOGETHER = (
     (POWERS, FREQUENCIES, POSITIONS, ANGLES),
     (POWERS, FREQUENCIES, POSITIONS, ANGLES, TABLES),
 )
-"""Numbers that are rounded in one layer, usual ones first. A layer in 16 bits, or autocast, rounds
-all of them; a call of `float` in between leaves out those after it.
+"""Quantities that are rounded in one layer, usual ones first. A layer in 16 bits, or autocast,
+rounds all of them; a call of `float` in between leaves out those after it.
 """
 
 EXACT_INTEGERS = {"bfloat16": 2**8, "float16": 2**11}
@@ -480,7 +480,7 @@ def rope_numbers(case: Case) -> Iterator[Edit]:
 
 
 def _rope_in(dtype: str, numbers: tuple[str, ...]) -> Edit:
-    """Return the bug that some numbers of RoPE are rounded to a dtype."""
+    """Return the bug that some quantities of RoPE are rounded to a dtype."""
     about = f"RoPE's {and_listed(numbers)} are rounded to {dtype}"
     page = "rope-positions"
     if ANGLES in numbers:
@@ -510,14 +510,14 @@ def _rope_in(dtype: str, numbers: tuple[str, ...]) -> Edit:
 def _angles_rounded(
     cut: Cut, numbers: Collection[str], layer: Layer, original: Override, positions: np.ndarray
 ) -> np.ndarray:
-    """Return angles, which are positions times frequencies, with some of the numbers rounded."""
+    """Return angles, which are positions times frequencies, with some of the quantities rounded."""
     right = original(positions)
     if positions.ndim == 3:
         of_pairs = positions[axes(layer.rope(), layer.problem.spec.head_dim)]
     else:
         of_pairs = np.broadcast_to(positions, (right.shape[-1], *positions.shape))
     places = np.moveaxis(of_pairs, 0, -1)[:, None].astype(np.float64)
-    # Frequencies may depend on the longest position, so they are those of the angles themselves.
+    # Frequencies may depend on the longest position, so they are taken from the angles themselves.
     of_tokens = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
     of_tokens = of_tokens.astype(np.float32)
     if POWERS in numbers:
@@ -613,11 +613,11 @@ def _scaled_factors_rounded(cut: Cut, layer: Layer, _: Override, values: Values)
 
 
 def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
-    """Return float32 or float64 numbers with fewer explicit mantissa bits; NaN and infinity are
+    """Return float32 or float64 values with fewer explicit mantissa bits; NaN and infinity are
     unchanged.
 
     Args:
-        x: the numbers.
+        x: the values.
         bits: number of remaining bits.
         is_rounded: True to round to nearest, half to even; False to truncate.
     """
@@ -633,7 +633,7 @@ def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
 def _products_of(kind: str, about: str, fix: str = "raise the math fidelity to HiFi4") -> Edit:
     """Return the bug that every matrix product rounds its inputs.
 
-    In the reference it is another arithmetic (`reference.MANTISSA`) instead of an override. The
+    In the reference it is a different arithmetic (`reference.MANTISSA`) instead of an override. The
     lost bits depend on the order of a sum, so only the size of the error can be predicted, not its
     value.
     """

@@ -56,7 +56,7 @@ def quantized_caches(case: Case) -> Iterator[Edit]:
             "cache-not-quantized",
             f"cached {words} are not quantized",
             {"quantized": for_names(names, _as_they_are)},
-            fix="round keys and values to stored numbers before they enter the cache",
+            fix="round keys and values to stored values before they enter the cache",
         )
         yield from _of_groups(rounding, words, names, quantization)
         if quantization.dtype.startswith("int"):
@@ -135,13 +135,13 @@ def _of_zero_points(
         "cache-zero-point-missing",
         f"cached {words} are stored without their zero points, and read with them",
         {"before_rounding": for_names(names, _not_shifted)},
-        fix="subtract the zero point before rounding: stored numbers have no sign",
+        fix="subtract the zero point before rounding: stored values have no sign",
     )
     yield bug(
         "cache-zero-point-sign",
         f"zero points of cached {words} have the wrong sign when they are read",
         {"zeros_when_read": for_names(names, after(np.negative))},
-        fix="an integer zero point is subtracted from stored numbers; a minimum is added",
+        fix="an integer zero point is subtracted from stored values; a minimum is added",
     )
     if quantization.zero_point == "integer":
         yield bug(
@@ -177,9 +177,9 @@ def _of_groups(
     if not is_calibrated and groups <= {*FIXED}:
         yield bug(
             "cache-scale-axis",
-            f"the scales of cached {words} are those of each call, not of the first",
+            f"the scales of cached {words} come from each call, not from the first",
             {"cached_range": for_names(names, _range_of_the_call)},
-            fix="keep the scales of the first call: stored numbers belong to them",
+            fix="keep the scales of the first call: stored values belong to them",
         )
     if groups <= {"head", "token_head", "channel"}:
         yield bug(
@@ -213,7 +213,7 @@ def _exchanged(bug: Callable[..., Edit], case: Case) -> Iterator[Edit]:
                 "cache-scales-exchanged",
                 about,
                 {method: for_names(names, _of_other) for method in methods},
-                fix="use the scales of keys for keys, and those of values for values",
+                fix="use the scales of keys for keys, and the scales of values for values",
                 is_rounding=methods is stored,
             )
 

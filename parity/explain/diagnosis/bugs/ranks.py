@@ -254,7 +254,7 @@ def _with_weights_of(
     ranks: SharedProblem,
     rank: int,
 ) -> Values:
-    """Compute with some weights of another rank."""
+    """Compute with some weights of the wrong rank."""
     own_weights, _ = ranks.divided(rank)
     other_weights, _ = ranks.divided(rank_of(ranks, rank))
     weights = dict(own_weights)

@@ -1,6 +1,6 @@
 """Edits of the reference: the ways in which a computation may be wrong.
 
-A known bug, a number that was fitted to a stage, and a weight taken for another one are the same
+A known bug, a number that was fitted to a stage, and a weight read as a different one are the same
 kind of record. They differ only in how they are found.
 """
 
@@ -83,14 +83,14 @@ class Edit(JsonRecord):
         is_loss: True if it only loses precision. Such bugs are tried last and alone, if the error
             is small.
         shows_in_narrow: True if lost precision also shows in bfloat16 and float16.
-        is_rounding: True if it only rounds in another way: it must reproduce what was observed, up
-            to single numbers.
+        is_rounding: True if it only rounds differently: it must reproduce what was observed, up to
+            single values.
         shows_alone: True if it shows in a layer that is otherwise right; otherwise it is tried with
             others.
         calls: the calls of a cache that have it; None for every call.
         when: the description of these calls; empty for every call.
         is_registered: True if a user or another package registered it.
-        numbers: the numbers that were fitted to a stage, by name.
+        numbers: the values that were fitted to a stage, by name.
         parameters: how many they are: fewer are simpler.
         backward: what it overrides in the backward pass, by the methods of `reference.Backward`.
         wrong_fields: the fields of the specification in which the layer with it is wrong; empty if
@@ -183,8 +183,8 @@ def pattern(
 
     Args:
         name: of its kind, such as `factor`.
-        about: a description, with the numbers.
-        numbers: the fitted numbers by name.
+        about: a description, with the values.
+        numbers: the fitted values by name.
         parameters: how many they are.
         injected: the same change of the reference, in every call; None if the pattern concerns one
             stage alone.

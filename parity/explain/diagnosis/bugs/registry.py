@@ -22,8 +22,8 @@ ENTRY_POINTS = "mha_parity.bugs"
 """Group of the entry points by which installed packages offer bugs."""
 
 Wrong = AttentionSpec | Mapping[str, Override] | None
-"""The layer with a bug: another specification, or overrides of the reference by method; None for a
-layer that cannot have the bug.
+"""The layer with a bug: a different specification, or overrides of the reference by method; None
+for a layer that cannot have the bug.
 """
 
 
@@ -82,7 +82,7 @@ class OwnBug:
 def _with_copies(override: Override, layer: Layer, original: Any, *inputs: Any) -> Any:
     """Call an override with copies of arrays, which it may change in place.
 
-    The layer's own arrays are those of the problem, or are shared with other edits.
+    The layer's own arrays belong to the problem, or are shared with other edits.
     """
 
     def copying(*values: Any) -> Any:
@@ -138,7 +138,7 @@ def _register_package(register: Callable[[], object]) -> None:
 
 
 def own_bugs(case: Case) -> Iterator[Edit]:
-    """Yield the registered bugs that a case could have, also those of installed packages.
+    """Yield the registered bugs that a case could have, including bugs of installed packages.
 
     One whose edit fails is left out with a warning: a broken bug must not prevent a diagnosis that
     does not need it.

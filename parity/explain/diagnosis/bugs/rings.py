@@ -1,6 +1,6 @@
 """Bugs in a ring cache: as many slots as the window has keys, and token s is in slot s modulo them.
 
-The reference has a slot for each token, so these bugs are those of masks, positions and weights.
+The reference has a slot for each token, so these are bugs of masks, positions and weights.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _attending_twice(
 
 
 def _is_before_by_slot(t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
-    """Take slot i of a full ring for the token i places after the oldest."""
+    """Take slot i of a full ring for the token i positions after the oldest."""
     first = t[:, :, :1]
     oldest = first - size
     is_in_ring = (s >= oldest) & (s < first) & (oldest >= 0)
@@ -186,7 +186,9 @@ def _clipped(size: int, inputs: Any, positions: np.ndarray) -> tuple[Any, np.nda
 
 
 def _rotated_by_slot(size: int, layer: Layer, original: Override, values: Values) -> np.ndarray:
-    """Rotate cached keys from their positions to those of their slots, if the ring is full."""
+    """Rotate cached keys from their positions to the positions of their slots, if the ring is
+    full.
+    """
     keys = values["k"]
     tokens = np.arange(keys.shape[2])[None]
     moved = tokens % size - tokens

@@ -101,7 +101,8 @@ def turned_otherwise(case: Case) -> Iterator[Edit]:
             fix="broadcast cosines and sines along the tokens: (B, 1, T, H) with (B, N, T, H)",
         )
     if not rope.depends_on_length:
-        # A quarter turn, and back by the position: the scores equal those of the opposite rotation.
+        # A quarter turn, and back by the position: the scores equal the scores of the opposite
+        # rotation.
         yield of_rope(
             "rope-sin-cos-exchanged",
             "RoPE's sines and cosines are exchanged",
@@ -262,8 +263,8 @@ def _of_longest(places: np.ndarray) -> np.ndarray:
 
 
 def other_theta(case: Case) -> Iterator[Edit]:
-    """Another base, or other exponents, which equal another base: both are reported if that base is
-    in use.
+    """A different base, or other exponents, which equal a different base: both are reported if that
+    base is in use.
     """
     spec, rope = case.spec, case.spec.rope
     if rope is None:

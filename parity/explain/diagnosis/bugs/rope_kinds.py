@@ -37,7 +37,7 @@ of_axes = partial(of_rope, page="rope-sections")
 
 
 def scaled(case: Case) -> Iterator[Edit]:
-    """Frequencies that are scaled in another way, or not at all."""
+    """Frequencies that are scaled differently, or not at all."""
     spec, rope = case.spec, case.spec.rope
     if rope is None or rope.scaling is None or isinstance(rope.scaling, ProportionalScaling):
         return
@@ -193,7 +193,7 @@ def _mscale_ignored(spec: AttentionSpec, rope: Rope, scaling: YarnScaling) -> It
     """Attention factors without mscale, mscale_all_dim or both, also if these are equal."""
     right = scaling.amplitude()
     usual = replace(scaling, mscale=None, mscale_all_dim=None)
-    # Without a factor, an amplitude is not divided by that of mscale_all_dim.
+    # Without a factor, an amplitude is not divided by the amplitude of mscale_all_dim.
     numerator = right * math.sqrt(scaling.score_factor)
     fix = (
         f"divide 0.1 mscale ln(factor) + 1 by the same of mscale_all_dim: cosines and sines are "
@@ -265,7 +265,8 @@ def partly(case: Case) -> Iterator[Edit]:
             with_rope(spec, proportional),
             fix="pair features within the rotary_dim, and divide the exponents by it",
         )
-        # The exponents of the whole head, of another base, are those of the rotary_dim.
+        # The exponents of the whole head, of a different base, equal the exponents of the
+        # rotary_dim.
         across = replace(proportional, theta=rope.theta ** (size / count))
         yield of_part(
             "rope-partial-across-head",
@@ -303,7 +304,7 @@ def _proportional(spec: AttentionSpec, rope: Rope, scaling: ProportionalScaling)
             "other frequencies to 0"
         ),
     )
-    # The exponents of the smaller head, of another base, are those of the whole head.
+    # The exponents of the smaller head, of a different base, equal the exponents of the whole head.
     in_block = replace(rope, scaling=plain, rotary_dim=count, theta=rope.theta ** (count / size))
     yield of_part(
         "rope-proportional-in-block",
@@ -318,7 +319,7 @@ def _proportional(spec: AttentionSpec, rope: Rope, scaling: ProportionalScaling)
 
 
 def on_several_axes(case: Case) -> Iterator[Edit]:
-    """Positions of another axis rotate a pair."""
+    """Positions of the wrong axis rotate a pair."""
     spec, rope = case.spec, case.spec.rope
     if rope is None or rope.sections is None:
         return
@@ -341,7 +342,7 @@ def on_several_axes(case: Case) -> Iterator[Edit]:
     )
     yield _by_other_axes(
         "ignored",
-        "all pairs are rotated by the place in the sequence, as in text",
+        "all pairs are rotated by the position in the sequence, as in text",
         partial(_places_in_text, case.first_position),
     )
 
@@ -389,7 +390,7 @@ def _rows_and_columns_exchanged(positions: np.ndarray) -> np.ndarray:
 
 
 def _places_in_text(first_position: int, positions: np.ndarray) -> np.ndarray:
-    """Return the place of each token in the pictures of `Case.positions`, on every axis."""
+    """Return the position of each token in the pictures of `Case.positions`, on every axis."""
     if len(positions) == 2:
         row, column = positions - first_position
         place = first_position + 3 * row + column

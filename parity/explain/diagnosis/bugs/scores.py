@@ -32,7 +32,7 @@ of_scores = partial(known_bug, stages=("scores",))
 
 
 def scale(case: Case) -> Iterator[Edit]:
-    """Scores are divided by another number than sqrt(H), or than 1 / scale if the layer has its own
+    """Scores are divided by a number other than sqrt(H), or than 1 / scale if the layer has its own
     scale.
 
     YaRN's factor is kept.

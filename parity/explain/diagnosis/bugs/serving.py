@@ -2,7 +2,7 @@
 
 Three numbers belong to each sequence and call: the slot that the new tokens are written into, the
 position that they are rotated by, and the slot up to which the mask shows keys. All three are the
-number of its cached tokens. Servers confuse this number with that of another sequence, count
+number of its cached tokens. Servers take this number from another sequence, count
 padding, or raise it too late, and then one, two or all of the three are wrong.
 """
 
@@ -159,7 +159,7 @@ def _of_other_numbers(case: Case, whose: str, wrong: np.ndarray) -> Iterator[Edi
         wrong,
         {MASK},
         f"cache-mask-{suffix}",
-        f"the mask of every sequence is that of {words}: it ends at the same slot",
+        f"every sequence has the mask of {words}: it ends at the same slot",
         PADDING,
     )
     if not case.spec.has_positions:
@@ -238,7 +238,7 @@ def _lengths(case: Case) -> np.ndarray:
 
 
 def _has_several_axes(case: Case) -> bool:
-    """Return True if positions are those of several axes: no single number moves them."""
+    """Return True if positions have several axes: no single number moves them."""
     return case.spec.rope is not None and bool(case.spec.rope.sections)
 
 
@@ -421,7 +421,7 @@ def late(case: Case) -> Iterator[Edit]:
 
 
 def _one_call_late(case: Case, first_call: int, _: Layer, original: Override, *inputs: Any) -> New:
-    """Cache the tokens of the call before instead of those of this one."""
+    """Cache the tokens of the call before instead of the tokens of this one."""
     tokens = NewTokens(*inputs)
     call = call_after(case, tokens.before)
     if call < first_call:
@@ -455,11 +455,11 @@ def _reading_before_write(
     return original({**values, argument: cached_before})
 
 
-# ---- Another order of sequences ------------------------------------------------------------------
+# ---- A different order of sequences --------------------------------------------------------------
 
 
 def reordered(case: Case, call: int) -> Iterator[Edit]:
-    """Yield caches whose sequences are in another order than those of the call, as after a step of
+    """Yield caches whose sequences are in a different order than in the call, as after a step of
     beam search that reorders only one of them. They are so from a call on.
     """
     if case.batch < 2:
@@ -467,7 +467,7 @@ def reordered(case: Case, call: int) -> Iterator[Edit]:
     later_calls = frozenset(range(1, len(case.chunks)))
     for order in _orders(case.batch):
         about = (
-            f"the sequences of the cache are in another order than those of the call: "
+            f"the sequences of the cache are in a different order than in the call: "
             f"{' '.join(map(str, order))}"
         )
         for words, change in (("", _with_earlier_rows), (", with the new tokens", _with_all_rows)):
@@ -512,12 +512,12 @@ FEW_SEQUENCES = 3
 
 
 def _with_earlier_rows(order: np.ndarray, _: Layer, original: Override, *inputs: Any) -> New:
-    """Append tokens to a cache whose rows are in another order."""
+    """Append tokens to a cache whose rows are in a different order."""
     return original(*NewTokens(*inputs).with_cached_before(partial(_in_rows, order)))
 
 
 def _with_all_rows(order: np.ndarray, _: Layer, original: Override, *inputs: Any) -> New:
-    """Append tokens, and bring the rows of the cache into another order after that."""
+    """Append tokens, and bring the rows of the cache into a different order after that."""
     return NewTokens(*inputs).with_cached(original(*inputs), partial(_in_rows, order))
 
 
@@ -683,4 +683,4 @@ def call_after(case: Case, before: np.ndarray) -> int:
     for call in range(len(case.chunks)):
         if np.array_equal(before, case.lengths_before(call)):
             return call
-    raise ValueError("another bug counts tokens in another way")
+    raise ValueError("another bug counts tokens differently")

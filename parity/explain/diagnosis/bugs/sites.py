@@ -72,7 +72,7 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 
 
 def in_sixteen_bits(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Return numbers of float32 rounded to bfloat16 or float16, in the array's own dtype."""
+    """Return float32 values rounded to bfloat16 or float16, in the array's own dtype."""
     with np.errstate(over="ignore"):
         return x.astype(np.float32).astype(dtype_named(dtype)).astype(x.dtype)
 
@@ -167,7 +167,7 @@ def projected(change: Callable[[Values], Values]) -> Overrides:
 
 
 def turned(names: str, turn: Callable[[Layer, np.ndarray, np.ndarray], np.ndarray]) -> Overrides:
-    """Rotate some of q, k and v in another way."""
+    """Rotate some of q, k and v differently."""
 
     def rotation(
         layer: Layer, _: Any, name: str, x: np.ndarray, positions: np.ndarray
@@ -215,7 +215,7 @@ class NewTokens(NamedTuple):
         return {**grown, f"{self.cache}lengths": lengths.astype(np.int32)}
 
     def with_cached_before(self, change: Callable[[np.ndarray], np.ndarray]) -> NewTokens:
-        """Return the inputs with another cache before the call, if there is one."""
+        """Return the inputs with a different cache before the call, if there is one."""
         changed = {}
         for name in self.new:
             stage = f"previous.{self.cache}{name}"
@@ -236,7 +236,7 @@ class NewTokens(NamedTuple):
 
 
 def attn_weights(change: Callable[[Layer, np.ndarray], np.ndarray]) -> Overrides:
-    """Change the attention weights after the softmax, in wide numbers."""
+    """Change the attention weights after the softmax, in a wide dtype."""
 
     def override(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
         a = layer.arithmetic

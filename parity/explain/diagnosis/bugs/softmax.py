@@ -91,7 +91,7 @@ def after_softmax(case: Case) -> Iterator[Edit]:
         )
 
 
-# ---- Another function ----------------------------------------------------------------------------
+# ---- A different function ------------------------------------------------------------------------
 
 
 def other_functions(case: Case) -> Iterator[Edit]:
@@ -131,7 +131,7 @@ def other_functions(case: Case) -> Iterator[Edit]:
         yield bug("softmax-log", "the weights are the logarithms of a softmax", logarithm)
 
 
-# ---- Another axis --------------------------------------------------------------------------------
+# ---- A different axis ----------------------------------------------------------------------------
 
 
 def softmax_axis(case: Case) -> Iterator[Edit]:

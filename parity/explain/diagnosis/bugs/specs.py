@@ -1,4 +1,4 @@
-"""Edits of the specification: the layer computes another one than its own."""
+"""Edits of the specification: the layer computes a different one than its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NORMS = ("qk_norm", "v_norm", "context_norm")
 
 
 def spec_edit(right: AttentionSpec, wrong: AttentionSpec) -> Edit:
-    """Return the edit that makes a layer one of another specification.
+    """Return the edit that makes a layer compute a different specification.
 
     If methods of the reference that read nothing else read all that differs, the edit overrides
     them, so that the steps which do not call them need not be computed again.
@@ -51,7 +51,7 @@ def spec_edit(right: AttentionSpec, wrong: AttentionSpec) -> Edit:
 
 
 def of_spec(right: AttentionSpec, **changes: Any) -> Overrides:
-    """Return the overrides that make a layer that of a specification with other fields.
+    """Return the overrides that make a layer compute a specification with other fields.
 
     Raises:
         ValueError: if only the whole layer of the other specification has the changes.
@@ -64,7 +64,7 @@ def of_spec(right: AttentionSpec, **changes: Any) -> Overrides:
 
 
 def with_rope(right: AttentionSpec, rope: Rope | None) -> Overrides:
-    """Return the overrides that make a layer that of a specification with another RoPE.
+    """Return the overrides that make a layer compute a specification with a different RoPE.
 
     The scale of its scores remains, although YaRN's mscale belongs to it in a layer with latents.
     """
@@ -111,7 +111,7 @@ def _is_read_by_one(name: str, right: AttentionSpec, wrong: AttentionSpec) -> bo
         # Positions have an axis for each section.
         return _num_sections(before) == _num_sections(after)
     if name == "latent":
-        # The widths of a layer follow from those of its latents.
+        # The widths of a layer follow from the widths of its latents.
         return set(changed_fields(before, after)) <= {"q_factor", "kv_factor", "eps"}
     return True
 
@@ -162,7 +162,7 @@ def _norms(right: AttentionSpec, wrong: AttentionSpec) -> Override:
 
 
 def _soft_cap(wrong: AttentionSpec) -> Override:
-    """Return an override of `soft_cap`, the bound of the scores in wide numbers."""
+    """Return an override of `soft_cap`, the bound of the scores in a wide dtype."""
 
     def override(layer: Layer, _: Any) -> Any:
         if wrong.soft_cap is None:

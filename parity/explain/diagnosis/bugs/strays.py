@@ -51,7 +51,7 @@ def of_other_tokens(case: Case) -> Iterator[Edit]:
     for name, words in (("k", "keys"), ("v", "values")):
         yield TOKENS.seen_in(name)(
             f"{words}-of-token-before",
-            f"the {words} of each token are those of the token before",
+            f"each token has the {words} of the token before",
             projected(_rolled(name)),
         )
 

@@ -157,7 +157,7 @@ def fused_qkv(case: Case) -> Iterator[Edit]:
 
 
 def misread(name: str, order: np.ndarray, names: tuple[str, ...], about: str, fix: str) -> Edit:
-    """Return a packed weight that was read in another order than it was packed in.
+    """Return a packed weight that was read in a different order than it was packed in.
 
     Args:
         name: of the bug.
@@ -172,14 +172,14 @@ def misread(name: str, order: np.ndarray, names: tuple[str, ...], about: str, fi
 
 
 def rows_in_order(order: np.ndarray, names: tuple[str, ...]) -> Overrides:
-    """Let the rows of several weights together be in another order; see `misread`."""
+    """Let the rows of several weights together be in a different order; see `misread`."""
     return {"parameter": for_names(names, partial(_in_rows_of_others, order, names))}
 
 
 def _in_rows_of_others(
     order: np.ndarray, names: tuple[str, ...], _: Layer, original: Override, name: str
 ) -> np.ndarray:
-    """Return the rows that a weight has if those of several weights are in another order."""
+    """Return the rows that a weight has if the rows of several weights are in a different order."""
     leaf = name.partition(".")[2]
     packed_names = [other for other in names if other.endswith(f".{leaf}")]
     parts = [original(other) for other in packed_names]
@@ -226,7 +226,7 @@ def missing_biases(case: Case) -> Iterator[Edit]:
         if have_one_width and one in biased and other in biased:
             yield BIAS.seen_in(*STAGES[one])(
                 f"{one[0]}-bias-from-{other[0]}",
-                f"the bias of {one} is that of {other}",
+                f"the bias of {one} is the bias of {other}",
                 {"parameter": read_as({f"{one}.bias": f"{other}.bias"})},
                 fix=f"load the bias of {one} under its own name",
             )
@@ -286,7 +286,7 @@ def _not_projected(layer: Layer, _: Override, values: Values) -> dict[str, np.nd
 
 
 def out_columns(case: Case) -> Iterator[Edit]:
-    """The columns of out_proj are in another order of heads than the context."""
+    """The columns of out_proj are in a different order of heads than the context."""
     num_heads = case.spec.num_heads
     size = case.spec.value_head_dim
     # Otherwise it is heads-combined-innermost.

@@ -2,7 +2,7 @@
 projections are compared.
 
 There a missing bias is an offset by feature, a norm's weight a factor by feature, and wrongly split
-heads another order. Undoing RoPE leaves the size of rounding errors unchanged, pair by pair.
+heads a different order. Undoing RoPE leaves the size of rounding errors unchanged, pair by pair.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def _positions(difference: Difference, positions: np.ndarray) -> Iterator[Edit]:
     if difference.expected.size * len(places) > MOST or not difference.is_enough(wrong):
         return
     x = complex_pairs(difference.expected, rope)  # (B, N, T, pairs)
-    away = places[:, None, None] - positions  # (places, B or 1, T)
+    away = places[:, None, None] - positions  # (positions, B or 1, T)
     turns = np.exp(1j * away[:, :, None, :, None] * right)
     actual = complex_pairs(difference.actual, rope)
-    distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (places, B, N, T)
+    distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (positions, B, N, T)
     own = np.broadcast_to(positions[:, None] - begin, distances.shape[1:])
     own_distances = np.take_along_axis(distances, own[None], axis=0)[0]
     slack = features * difference.allowed["max"] ** 2

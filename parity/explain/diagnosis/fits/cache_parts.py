@@ -90,7 +90,7 @@ def _of_writes(problem: Problem, names: tuple[str, ...], whose: str) -> Iterator
         about = f"{whose} are cached {words}"
         yield _written_by(problem, names, about, _into_slots(slots, capacity))
         if problem.case.new_lengths:
-            about = f"{whose}, also those of padding, are cached {words}"
+            about = f"{whose}, padding included, are cached {words}"
             write = _into_slots(slots, capacity, with_padding=True)
             yield _written_by(problem, names, about, write)
     for words, write in WRITES.items():
@@ -104,14 +104,14 @@ def _written_by(problem: Problem, names: tuple[str, ...], about: str, write: Wri
 
 
 def _writing(names: tuple[str, ...], write: Write) -> Edit:
-    """Return the edit that writes keys or values in another way; lengths stay right."""
+    """Return the edit that writes keys or values differently; lengths stay right."""
     return Edit(overrides={"appended": partial(_append_otherwise, names, write)})
 
 
 def _append_otherwise(
     names: tuple[str, ...], write: Write, layer: Layer, original: Override, *inputs: Any
 ) -> dict[str, np.ndarray]:
-    """Write new keys or values, of some names, in another way."""
+    """Write new keys or values, of some names, differently."""
     tokens = NewTokens(*inputs)
     grown = dict(original(*tokens))
     for name in names:
@@ -203,9 +203,9 @@ def _repeated(
 
 WRITES: dict[str, Write] = {
     "in the cache are put before the cached ones": _prepended,
-    "in the cache are those of the first sequence": _of_first_sequence,
+    "in the cache come from the first sequence": _of_first_sequence,
     "are not cached in sequences after the first": _of_first_row_alone,
-    "in the cache are those of the slot before, repeated": _repeated,
+    "in the cache repeat the slot before": _repeated,
     "are not cached after the first call": _of_first_call_alone,
 }
 
@@ -268,7 +268,7 @@ def _rotated_again(layer: Layer, _: str, cached: np.ndarray, __: Values) -> np.n
 READS: dict[str, Read] = {
     "those before the call": _before_call,
     "those without the last token": _without_last,
-    "those of the first sequence": _of_first,
+    "the first sequence's": _of_first,
 }
 
 
@@ -349,7 +349,7 @@ def _counting(case: Case, count: Count) -> Edit:
 
 
 class _OtherLengths:
-    """A call that begins after another number of cached tokens."""
+    """A call that begins after the wrong number of cached tokens."""
 
     def __init__(
         self, right: Any, before: np.ndarray, counted: np.ndarray, added: np.ndarray

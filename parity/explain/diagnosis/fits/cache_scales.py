@@ -1,4 +1,4 @@
-"""Scales of a quantized cache that the layer does not have, such as those of another layer."""
+"""Scales of a quantized cache that the layer does not have, such as another layer's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = {"cache.keys": ("keys", "k"), "cache.values": ("values", "v")}
 """Cached arrays, and the stage of their new tokens."""
 
 MATCHING = 0.99
-"""Share of numbers that a scale must reproduce; others may be rounded either way."""
+"""Share of values that a scale must reproduce; others may be rounded either way."""
 
 LEAST = 4
 """Least number of tokens and features that tells a scale."""
@@ -61,9 +61,7 @@ def cache_scales(difference: Difference, recompute: Recompute) -> Iterator[Edit]
         return
     edit = with_scales(name, scales)
     if trial.explains(edit):
-        words = (
-            f"cached {name} have other scales, such as those of another layer: {_values(scales)}"
-        )
+        words = f"cached {name} have other scales, such as another layer's: {_values(scales)}"
         yield _pattern(difference, words, scales, edit)
 
 
@@ -165,10 +163,10 @@ def _scales(
 
 
 def _positive_numbers(dtype: str) -> np.ndarray:
-    """Return the positive numbers of a stored dtype."""
+    """Return the positive values of a stored dtype."""
     if dtype.startswith("int"):
         return np.arange(1.0, LARGEST[dtype] + 1.0)
-    # Eight mantissas cover those of both dtypes; rounding removes what a dtype lacks.
+    # Eight mantissas cover both dtypes; rounding removes what a dtype lacks.
     exponents = np.exp2(np.arange(-16.0, 16.0))[:, None]
     candidates = to_nearest((exponents * (1.0 + np.arange(8) / 8)).ravel(), dtype)
     return np.unique(candidates[candidates > 0.0])
@@ -177,7 +175,7 @@ def _positive_numbers(dtype: str) -> np.ndarray:
 def _scale_of(
     actual: np.ndarray, tokens: np.ndarray, numbers: np.ndarray, dtype: str
 ) -> float | None:
-    """Return the scale of some actual values: the largest is one of the numbers, times the scale.
+    """Return the scale of some actual values: the largest is a stored value times the scale.
 
     Powers of two of a scale store the same floats. The second smallest of all that fit is returned:
     later tokens may be larger, and still do not saturate.

@@ -1,5 +1,5 @@
-"""Replacements of a part of a layer: another weight, input, mask or order of axes; each an edit of
-the reference.
+"""Replacements of a part of a layer: a different weight, input, mask or order of axes; each an edit
+of the reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_HEADS = 16
 """The largest number of heads of a projection of which two may be exchanged."""
 
 READING_OTHERS = (QKV[:1], QKV[1:2], QKV[2:], QKV[1:])
-"""Projections that may read another input: each alone, and keys and values together."""
+"""Projections that may read the wrong input: each alone, and keys and values together."""
 
 
 def part(
@@ -61,8 +61,8 @@ def _be(names: Sequence[str]) -> str:
 
 
 def weights(problem: Problem, names: list[str]) -> Iterator[Edit]:
-    """Yield replacements of weights: by another one, two exchanged, one or all projections in
-    another form.
+    """Yield replacements of weights: by another one, two exchanged, one or all projections in a
+    different form.
 
     Args:
         problem: with the weights.
@@ -139,7 +139,7 @@ def _with_heads(projection: str, leaves: Mapping[str, np.ndarray], order: np.nda
 
 
 def _split_otherwise(problem: Problem, names: list[str]) -> Iterator[Edit]:
-    """Yield heads of one projection, including its bias, that are split in another way."""
+    """Yield heads of one projection, including its bias, that are split differently."""
     spec = problem.spec
     if spec.latent is not None or spec.shared_kv or problem.case.is_cached:
         return
@@ -250,7 +250,7 @@ def _replaced(others: Mapping[str, np.ndarray]) -> Edit:
 
 
 def _in_other_forms(problem: Problem, names: list[str]) -> Iterator[Edit]:
-    """Yield weights with other numbers, or with the same ones in another order."""
+    """Yield weights with other values, or with the same ones in a different order."""
     forms = {name: dict(_forms(name, problem)) for name in names}
     for group in _together(names):
         for words in forms[group[0]]:
@@ -270,7 +270,9 @@ def _in_other_forms(problem: Problem, names: list[str]) -> Iterator[Edit]:
 
 
 def _together(names: list[str]) -> Iterator[list[str]]:
-    """Yield weights that may be wrong alike: each alone, then those of several projections."""
+    """Yield weights that may be wrong alike: each alone, then the weights of several
+    projections.
+    """
     for name in names:
         yield [name]
     for leaf in ("weight", "bias"):
@@ -485,7 +487,7 @@ def _with_bias(form: Form) -> Edit:
 
 
 def _family_of_mask(problem: Problem, words: str) -> BugFamily | None:
-    """Return the family of a mask in another form, if the masks of a case determine one."""
+    """Return the family of a mask in a different form, if the masks of a case determine one."""
     case = problem.case
     if words == "transposed":
         if case.is_causal and not case.has_own_mask:
@@ -538,9 +540,9 @@ def read_as_heads(x: np.ndarray) -> np.ndarray:
 
 PLANES: dict[str, Form] = {
     "transposed": transposed,
-    "that of the first head": of_first_head,
-    "that of the first sequence": first_sequence,
-    "that of the sequence before": sequence_before,
+    "the first head's": of_first_head,
+    "the first sequence's": first_sequence,
+    "the previous sequence's": sequence_before,
     "with its heads rolled by 1": rolled_heads,
     "with its heads in reverse order": reversed_heads,
     "read as (B, N) instead of (N, B)": read_as_sequences,
@@ -679,9 +681,9 @@ def _other_heads(problem: Problem, method: str, whose: str) -> Iterator[Edit]:
     own = np.arange(count) // (count // shared)
     orders = {
         "tiled (0 1 0 1)": np.arange(count) % shared,
-        "those of the next group": (own + 1) % shared,
-        "those of the groups in reverse order": shared - 1 - own,
-        "those of the first head": np.zeros(count, int),
+        "the next group's": (own + 1) % shared,
+        "in reverse order of groups": shared - 1 - own,
+        "the first head's": np.zeros(count, int),
     }
     family = of.GROUPED
     if shared == count:
@@ -696,7 +698,7 @@ def _orders_of_queries(count: int, shared: int) -> Iterator[tuple[str, np.ndarra
     """Yield wrong orders of query heads in their products with keys."""
     heads = np.arange(count)
     if count > 1:
-        yield "those of the heads in reverse order", heads[::-1]
+        yield "in reverse order of heads", heads[::-1]
     if 1 < shared < count:
         yield "grouped by tiles (0 2 1 3)", heads.reshape(-1, shared).T.ravel()
         yield "grouped by tiles, and ungrouped (0 2 1 3)", heads.reshape(shared, -1).T.ravel()

@@ -55,7 +55,7 @@ GROUPS: tuple[Callable[[Difference], Iterator[Edit]], ...] = (
     lost_rows,
     mixtures,
 )
-"""The patterns; among those with equally many fitted numbers, usual ones first."""
+"""The patterns; among those with equally many fitted parameters, usual ones first."""
 
 OF_GRADIENTS = (constants, factors, orders, transposes, other_stages, offsets, shifts)
 """The patterns of gradients: they say nothing about the formula that a stage has."""
@@ -96,14 +96,14 @@ OF_SCALING = {
     "rope beta_fast",
     "rope beta_slow",
 }
-"""Patterns of fitted numbers of RoPE's scaling."""
+"""Patterns of fitted parameters of RoPE's scaling."""
 
 EVERYWHERE = "everywhere"
 """The place that is a whole stage."""
 
 PLAIN = 4
-"""The largest number of fitted numbers of a pattern with a page that makes the search for parts of
-the layer unnecessary.
+"""The largest number of fitted parameters of a pattern with a page that makes the search for parts
+of the layer unnecessary.
 """
 
 MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
@@ -134,7 +134,7 @@ def describe(
         hidden: cells that the mask hides, (B, N, T, S), boolean, if known.
         problem: the case, weights and inputs, if known.
         recompute: computes the expected values with a change of the reference, from the same stages
-            before it. With it and the problem, numbers of the specification are fitted. If no
+            before it. With it and the problem, parameters of the specification are fitted. If no
             simple pattern fits, replacements of parts are tried.
         others: other stages by name, expected or observed, whose values this one may have.
         unused: cells that are not compared.
@@ -185,7 +185,7 @@ def _num_parameters(edit: Edit) -> int:
 
 
 def _have_plain_page(patterns: list[Edit]) -> bool:
-    """Return True if a pattern with few numbers has a page: parts of the layer say no more.
+    """Return True if a pattern with few parameters has a page: parts of the layer say no more.
 
     Slopes that are added to scores are no such pattern: ALiBi's own may follow a formula.
     """
@@ -318,10 +318,10 @@ def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]
 
 
 def _plausible(patterns: list[Edit]) -> list[Edit]:
-    """Return the patterns without implausible numbers of RoPE's scaling, if its frequencies are
+    """Return the patterns without implausible parameters of RoPE's scaling, if its frequencies are
     known exactly.
 
-    If a scaling changes one frequency, any of its numbers can be fitted to it.
+    If a scaling changes one frequency, any of its parameters can be fitted to it.
     """
     names = [edit.name for edit in patterns]
     if "rope frequencies" not in names:
@@ -338,7 +338,7 @@ def _plausible(patterns: list[Edit]) -> list[Edit]:
 
 def _distinct(patterns: list[Edit]) -> list[Edit]:
     """Return the patterns without those that explain the same as a simpler one, with more
-    numbers.
+    parameters.
     """
     names = {edit.name for edit in patterns}
     return [edit for edit in patterns if not names & IMPLIED_BY.get(edit.name, set())]

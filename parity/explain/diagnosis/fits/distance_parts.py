@@ -74,7 +74,7 @@ ORDERS: dict[str, Form] = {
     "the same for all heads, the first": first_for_all,
     "in the order last heads, first heads": last_heads_first,
     "rolled by one head": rolled,
-    "those of the other half of the heads": half_of_heads_later,
+    "the slopes of the other half of the heads": half_of_heads_later,
 }
 
 DISTANCES: dict[str, Form] = {
@@ -114,7 +114,7 @@ def alibi_parts(problem: Problem) -> Iterator[Edit]:
 
 
 def _factors(count: int, max_bias: float) -> dict[str, np.ndarray]:
-    """Return factors of slopes whose exponents begin at another number."""
+    """Return factors of slopes whose exponents begin at the wrong number."""
     largest = largest_power(count)
     step = 2.0 ** (max_bias / largest)
     # The slopes of the first heads are a series of their own, the others lie between them.
@@ -152,10 +152,12 @@ def _other_slopes(spec: AttentionSpec, alibi: Alibi) -> dict[str, np.ndarray]:
         # A rank that has a part of the heads may compute the slopes of a smaller layer.
         share = count // times
         of_share = slopes_of_heads(share, most)
-        slopes[f"those of a layer of {share} heads, {times} times"] = np.tile(of_share, times)
-        slopes[f"those of the first {share} heads, {times} times"] = np.tile(right[:share], times)
-        slopes[f"those of a layer of {share} heads, each for {times} heads in a row"] = np.repeat(
-            of_share, times
+        slopes[f"the slopes of a layer of {share} heads, {times} times"] = np.tile(of_share, times)
+        slopes[f"the slopes of the first {share} heads, {times} times"] = np.tile(
+            right[:share], times
+        )
+        slopes[f"the slopes of a layer of {share} heads, each for {times} heads in a row"] = (
+            np.repeat(of_share, times)
         )
         slopes[f"in the order ({share}, {times}) of the heads, transposed"] = right.reshape(
             share, times
@@ -167,7 +169,7 @@ def _other_slopes(spec: AttentionSpec, alibi: Alibi) -> dict[str, np.ndarray]:
 
 
 def _otherwise_extended(count: int, largest: int, most: float) -> dict[str, np.ndarray]:
-    """Return slopes of which those after the largest power of two follow another rule."""
+    """Return slopes of which those after the largest power of two follow a different rule."""
     first = slopes_of_heads(largest, most)
     between = slopes_of_heads(2 * largest, most)
     num_others = count - largest
@@ -180,10 +182,10 @@ def _otherwise_extended(count: int, largest: int, most: float) -> dict[str, np.n
         f"the first ones of {2 * largest} heads": between[:num_others],
         f"the second, fourth … of {2 * largest} heads": between[1::2][:num_others],
         "one exponent too early": between[::2][:num_others] * 2.0 ** (most / (2 * largest)),
-        f"those of a layer of {num_others} heads": slopes_of_heads(num_others, most),
+        f"the slopes of a layer of {num_others} heads": slopes_of_heads(num_others, most),
         "0": np.zeros(num_others),
         "1": np.ones(num_others),
-        "those of the first heads once more": first[:num_others],
+        "the slopes of the first heads once more": first[:num_others],
     }
     for words, slopes in others.items():
         extended[f"{words}, for the heads after {largest - 1}"] = np.concatenate([first, slopes])

@@ -94,7 +94,7 @@ def _standardised(names: str, form: Standardise) -> Edit:
 
 
 def norm_numbers(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
-    """Yield another eps of queries alone, or of keys alone."""
+    """Yield a different eps of queries alone, or of keys alone."""
     norm = problem.spec.qk_norm
     if norm is None:
         return

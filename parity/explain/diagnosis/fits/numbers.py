@@ -1,4 +1,4 @@
-"""Numbers of the specification that would explain a stage: the reference is computed again with
+"""Parameters of the specification that would explain a stage: the reference is computed again with
 each of them.
 """
 
@@ -116,7 +116,7 @@ class Number:
         words: its name in reports.
         right: the right number; None if there should be none.
         grid: the first guesses.
-        edit: returns the edit of the reference with another number.
+        edit: returns the edit of the reference with a different number.
         families: returns the families of a wrong number.
         is_whole: True if only the guesses are tried, as for integers.
     """
@@ -241,7 +241,7 @@ class Fitted:
 
 
 def spec_numbers(difference: Difference, recompute: Recompute) -> Iterator[Edit]:
-    """Yield the numbers of the specification that would each explain the stage."""
+    """Yield the parameters of the specification that would each explain the stage."""
     problem = difference.problem
     if problem is None or not np.isfinite(difference.expected).all():
         return
@@ -291,7 +291,7 @@ def _number(value: float | None) -> str:
     return readable(value)
 
 
-# ---- The numbers ---------------------------------------------------------------------------------
+# ---- The parameters ------------------------------------------------------------------------------
 
 CAPS = (None, 1.0, 5.0, 15.0, 30.0, 50.0, 100.0)
 EPSILONS = tuple(10.0**-power for power in range(12, 0, -1))
@@ -358,8 +358,8 @@ def _numbers(problem: Problem, shape: tuple[int, ...]) -> Iterator[Number]:
 
 
 def _scale_families(difference: Difference, scale: float | None) -> Families:
-    """Return the family of scales; after the scores also that of norms, which multiply queries and
-    keys as well.
+    """Return the family of scales; after the scores also the family of norms, which multiply
+    queries and keys as well.
 
     A scale that is almost right is not a wrong scale if the error is small: any bug that changes
     scores a little resembles one.
@@ -514,7 +514,7 @@ def _rope_of(spec: AttentionSpec) -> Rope:
 
 
 def _of_scaling(spec: AttentionSpec, scaling: Scaling) -> Iterator[Number]:
-    """Yield the numbers of a RoPE scaling, except its attention factor."""
+    """Yield the parameters of a RoPE scaling, except its attention factor."""
     for field in fields(scaling):
         right = getattr(scaling, field.name)
         grid = _guesses(field.name, right, scaling)

@@ -94,7 +94,7 @@ def _families_of_masks(difference: Difference, letter: str) -> Families:
 
 
 def shifts(difference: Difference) -> Iterator[Edit]:
-    """Yield tokens one place too late or too early, with any values at the end."""
+    """Yield tokens one position too late or too early, with any values at the end."""
     for axis in _axes(difference):
         # A few tokens prove nothing.
         if difference.letters[axis] not in ("T", "S") or len(difference.box[axis]) < 3:
@@ -222,7 +222,7 @@ def other_stages(difference: Difference) -> Iterator[Edit]:
             whose = f"{name}, of another step"
         for x, how in _as_they_fit(values.astype(np.float64), difference.expected.shape):
             if difference.is_explained_by(difference.within(x)):
-                words = f"the values there are those of {whose}{how}"
+                words = f"the values there are taken from {whose}{how}"
                 families = _families_of_stages(difference, other)
                 yield difference.pattern("other stage", words, {"stage": name}, families=families)
 
@@ -310,11 +310,11 @@ def _plain_orders(box: np.ndarray, size: int, *, in_time: bool) -> Iterator[tupl
                 yield block[order][moved], words
     if in_time:
         if begin > 0:
-            yield box - 1, "those of the one before"
+            yield box - 1, "taken from the one before"
         if end + 1 < size:
-            yield box + 1, "those of the one after"
+            yield box + 1, "taken from the one after"
     for index in range(min(size, 2)):
-        yield np.full(len(box), index), f"all those of {index}"
+        yield np.full(len(box), index), f"all taken from {index}"
 
 
 def _block_orders(count: int) -> Iterator[tuple[np.ndarray, str]]:
@@ -346,13 +346,13 @@ def _order_words(
         if np.array_equal(plain_order, order):
             return f"{several} are {words}", 0
     if len(box) > MOST_LISTED:
-        words = f"{several} are in another order"
+        words = f"{several} are in a different order"
     elif len(box) == size:
-        words = f"{several} are those of {_spaced(order)}"
+        words = f"{several} are taken from {_spaced(order)}"
     else:
-        words = f"{several} {_spaced(box)} are those of {_spaced(order)}"
+        words = f"{several} {_spaced(box)} are taken from {_spaced(order)}"
     if len(set(order.tolist())) == len(order):
-        words += ", each that of another"
+        words += ", each from a different one"
     return words, len(order)
 
 

@@ -1,5 +1,5 @@
-"""Packed weights of q, k and v that are read in another order than they are packed: rows move
-between the three.
+"""Packed weights of q, k and v that are read in a different order than they are packed in: rows
+move between the three.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Parts of a layer that another one replaces: the stage is computed again with each, and with
-fitted numbers.
+fitted parameters.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def _what_they_are(
     if letter == "N" and 1 < group == len(which):
         is_run = which[-1] - which[0] == group - 1
         if is_run and which[0] % group == 0:
-            return f", which are those of key/value head {which[0] // group}"
+            return f", which share key/value head {which[0] // group}"
     if letter != "H" or stage.quantity not in ("q", "k"):
         return ""
     if spec.rope is not None and spec.rope.rotary_dim is not None:

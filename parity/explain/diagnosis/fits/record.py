@@ -17,7 +17,7 @@ from parity.measure.core.stages import Stage
 
 LEAST_GAIN = 0.5
 """The share of the error, root mean square, that a pattern may leave. A pattern with half as many
-numbers as elements removes all but 0.29 of any error just above the budget, so it must not be
+parameters as elements removes all but 0.29 of any error just above the budget, so it must not be
 reported for that.
 """
 
@@ -29,8 +29,8 @@ class Place:
     Attributes:
         words: its description.
         sequences, heads, positions, keys, features: wrong indices; None if the stage has no such
-            axis. Positions are those of query tokens if the stage has them, else of key tokens or
-            slots.
+            axis. Positions are positions of query tokens if the stage has them, else of key tokens
+            or slots.
         cells: the common property of wrong cells of scores, attention weights or a mask: `hidden`,
             `empty rows`, `diagonal`, `after`, `before`, `rows`; empty if they have none.
         wrong, size: number of elements above the budget, and of all.
@@ -84,7 +84,7 @@ class Difference:
         errors: absolute; infinite if one is NaN and the other is not.
         bad: wrong elements.
         box: indices of each axis with wrong elements.
-        part: elements of the reported place: those of the box, or its wrong cells.
+        part: elements of the reported place: the elements of the box, or its wrong cells.
         place: that place.
         hidden: cells that the mask hides, (B, N, T, S), if known.
         problem: the case, weights and inputs, if known.
@@ -137,7 +137,7 @@ class Difference:
 
     @cached_property
     def usable(self) -> np.ndarray:
-        """The finite elements of the part, from which numbers can be fitted."""
+        """The finite elements of the part, from which parameters can be fitted."""
         return self.part & np.isfinite(self.actual) & np.isfinite(self.expected)
 
     @cached_property
@@ -168,8 +168,8 @@ class Difference:
 
         Args:
             name: of its kind, such as `factor`.
-            about: a description, with the numbers.
-            numbers: the fitted numbers by name.
+            about: a description, with the values.
+            numbers: the fitted values by name.
             parameters: how many they are.
             families: whose pages and fixes it has, if the problem is known.
             injected: the same change of the reference, in every call; None if the pattern concerns
@@ -193,7 +193,7 @@ class Difference:
 
     def is_enough(self, parameters: int) -> bool:
         """Return True if the part has enough elements to verify a pattern with some fitted
-        numbers.
+        parameters.
         """
         spare = 3
         if self.stage.is_exact:

@@ -1,5 +1,5 @@
 """Parts of RoPE: pairs and tables of different layouts, the order of rotated features, frequencies
-that follow another rule, and the positions of single heads.
+that follow a different rule, and the positions of single heads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def rope_parts(problem: Problem) -> Iterator[Edit]:
 
 
 def _rotation(problem: Problem, names: str, words: str, turn: Turn, family: BugFamily) -> Edit:
-    """Return the edit that rotates queries, keys or both in another way."""
+    """Return the edit that rotates queries, keys or both differently."""
     return part(problem, "rotation", words, Edit(overrides=turned(names, turn)), family)
 
 
@@ -70,7 +70,7 @@ class _Layout:
     second: np.ndarray
 
     def is_same(self, other: _Layout) -> bool:
-        """Return True if the pairs are those of another layout."""
+        """Return True if the pairs are in a different layout."""
         return np.array_equal(self.first, other.first) and np.array_equal(self.second, other.second)
 
 
@@ -80,7 +80,7 @@ def _layouts(rope: Rope, size: int) -> list[_Layout]:
     features = np.arange(size)
     # Proportional RoPE has pairs that do not turn.
     count = int(np.count_nonzero(frequencies(rope, size, 1)))
-    own = _Layout("those of the layer", features[first][:count], features[second][:count])
+    own = _Layout("the layer's own", features[first][:count], features[second][:count])
     i = np.arange(count)
     block = 2 * count
     halves = "in halves, (i, i + R/2)"
@@ -98,7 +98,7 @@ def _layouts(rope: Rope, size: int) -> list[_Layout]:
             2 * i + size - block,
             2 * i + 1 + size - block,
         ),
-        _Layout("those of the layer, with their features exchanged", own.second, own.first),
+        _Layout("the layer's own, with their features exchanged", own.second, own.first),
     ]
     distinct = [own]
     for layout in layouts:
@@ -123,7 +123,7 @@ def _of_layouts(problem: Problem, rope: Rope, names: str, whose: str) -> Iterato
     usual = [own, *others][:USUAL_LAYOUTS]
     for pairs, tables in permutations(usual, 2):
         words = (
-            f"the pairs of {whose} are {pairs.words}, but RoPE's tables are those of pairs "
+            f"the pairs of {whose} are {pairs.words}, but RoPE's tables are for pairs "
             f"{tables.words}"
         )
         yield _rotation(problem, names, words, _turn_by_tables(pairs, tables), of.PAIRS)
@@ -133,7 +133,9 @@ def _of_mixed_layouts(problem: Problem, rope: Rope) -> Iterator[Edit]:
     """Yield queries and keys with different pairs, both with the right frequencies."""
     _, *others = _layouts(rope, problem.spec.head_dim)
     for of_queries, of_keys in permutations(others[: USUAL_LAYOUTS - 1], 2):
-        words = f"the pairs of queries are {of_queries.words}, and those of keys {of_keys.words}"
+        words = (
+            f"the pairs of queries are {of_queries.words}, and the pairs of keys {of_keys.words}"
+        )
         turns = {
             "q": _turn_by_tables(of_queries, of_queries),
             "k": _turn_by_tables(of_keys, of_keys),
@@ -156,7 +158,9 @@ def _turned_by_name(
 
 
 def _turn_by_tables(pairs: _Layout, tables: _Layout) -> Turn:
-    """Return a rotation whose tables have an entry for each feature, maybe in another layout."""
+    """Return a rotation whose tables have an entry for each feature, maybe in a different
+    layout.
+    """
 
     def turn(layer: Layer, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         size = x.shape[-1]
@@ -177,7 +181,7 @@ def _turn_by_tables(pairs: _Layout, tables: _Layout) -> Turn:
 
 
 def _of_order(problem: Problem, rope: Rope, names: str, whose: str) -> Iterator[Edit]:
-    """Yield rotated features that are put together in another order."""
+    """Yield rotated features that are put together in a different order."""
     size = problem.spec.head_dim
     rotated = np.arange(size)[rope.rotated_features(size)]
     halves = np.arange(len(rotated)).reshape(2, -1)
@@ -251,7 +255,7 @@ def _by_rolled_positions(layer: Layer, x: np.ndarray, positions: np.ndarray) -> 
 
 
 def _of_heads(problem: Problem, name: str, count: int) -> Iterator[Edit]:
-    """Yield single heads that are rotated by another position."""
+    """Yield single heads that are rotated by the wrong position."""
     if not 1 < count <= MOST_HEADS:
         return
     for head in range(count):

@@ -197,7 +197,7 @@ def positions_families(step: int | None) -> Families:
 
 
 def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
-    """Yield the right base with an exponent of another form, and no rotation."""
+    """Yield the right base with an exponent of a different form, and no rotation."""
     theta, d = rope.theta, 2 * len(turning.right)
     i = np.arange(d // 2)
     plain = 1.0 / rope.attention_factor  # which belongs to the scaling
@@ -311,7 +311,7 @@ def theta_families(theta: float, spec: AttentionSpec) -> Families:
 
 
 def as_exponent(theta: float, spec: AttentionSpec) -> str:
-    """Return the form of the exponent that, with the right base, is equivalent to another base;
+    """Return the form of the exponent that, with the right base, is equivalent to a different base;
     empty if none is.
     """
     if spec.rope is None:
@@ -325,7 +325,9 @@ def as_exponent(theta: float, spec: AttentionSpec) -> str:
 
 
 def _powers_of_theta(spec: AttentionSpec, count: int) -> dict[str, float]:
-    """Return the power of the base that is equivalent to an exponent of another form, by form."""
+    """Return the power of the base that is equivalent to an exponent of a different form, by
+    form.
+    """
     powers = {"i / d": 0.5, "4 i / d": 2.0}
     for name, size in _divisors(spec, count).items():
         powers[f"2 i / {name}"] = count / size

@@ -26,7 +26,7 @@ SUMS = {0: "the batch", 1: "the heads", 2: "the queries"}
 
 
 def attn_weights(difference: Difference) -> Iterator[Edit]:
-    """Yield rows of another softmax: scores times a number, uniform rows, each row times a
+    """Yield rows of a different softmax: scores times a number, uniform rows, each row times a
     number.
     """
     if not difference.stage.is_attn_weights or difference.actual.ndim != 4:
@@ -205,7 +205,7 @@ def _with_shown_keys(
 
 def _families_of_leak(difference: Difference) -> Families:
     """Return the family of hidden keys with weight, if the mask is right: otherwise it is wrong
-    itself, or another one is used.
+    itself, or the wrong one is used.
     """
     problem = difference.problem
     if problem is None or difference.hidden is None:
@@ -392,7 +392,7 @@ def masks(difference: Difference) -> Iterator[Edit]:
 
 
 def _families_of_mask(difference: Difference, family: BugFamily) -> Families:
-    """Return a family of masks, after that of the layer's window or chunk, if it has one."""
+    """Return a family of masks, after the mask of the layer's window or chunk, if it has one."""
     problem = difference.problem
     if problem is None or problem.case.is_cached:
         return ()
@@ -420,7 +420,7 @@ def _query_positions(difference: Difference) -> np.ndarray:
 
 
 def _band(mask: np.ndarray, positions: np.ndarray) -> Band | None:
-    """Return the band of distances, key - query, that a mask of numbers shows, if it is one."""
+    """Return the band of distances, key - query, that a mask of floats shows, if it is one."""
     if not np.isin(mask, (0, 1)).all():
         return None
     distances = (np.arange(mask.shape[3]) - positions[..., None])[:, None]  # (B, 1, T, S)

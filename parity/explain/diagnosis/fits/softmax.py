@@ -1,5 +1,5 @@
-"""Numbers of a softmax that should have none: a finite score of hidden keys, a limit of scores, and
-a number that is added to the sum.
+"""Parameters of a softmax that should have none: a finite score of hidden keys, a limit of scores,
+and a number that is added to the sum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def softmax_numbers(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
 
 
 def _numbers(problem: Problem) -> Iterator[Number]:
-    """Yield the numbers; their words have a place for the number."""
+    """Yield the numbers; their words have a placeholder for the number."""
     case = problem.case
     of_leaking, of_softmax = always_of(of.LEAKING), always_of(of.SOFTMAX)
     if case.has_mask or case.is_cached:
@@ -50,13 +50,13 @@ def _numbers(problem: Problem) -> Iterator[Number]:
         yield Number("hidden score", words, math.nan, PENALTIES, _filled, of_leaking)
         words = "{} is added to the scores of hidden keys"
         yield Number("penalty", words, math.nan, PENALTIES, _added, of_leaking)
-        words = "scores below {0}, also those of hidden keys, are raised to {0}"
+        words = "scores below {0}, also of hidden keys, are raised to {0}"
         yield Number("lowest score", words, math.nan, PENALTIES, _raised_after_mask, of_leaking)
     words = "scores are limited to {0} and -{0}"
     yield Number("score limit", words, math.nan, LIMITS, _limited, of_softmax)
     words = "{} is added to the sum of the softmax, after the highest score is subtracted"
     yield Number("summand", words, math.nan, SUMMANDS, _with_summand, of_softmax)
-    # In a cache, the same number is that of a visible empty slot.
+    # In a cache, the same number is the score of a visible empty slot.
     if not (problem.spec.sinks or case.is_cached):
         words = "{} is added to the sum of the exponentials of the softmax"
         yield Number("exponential", words, math.nan, SUMMANDS, _with_exponential, of_softmax)

@@ -33,7 +33,7 @@ CONSTANTS = {
     "about the smallest bfloat16": -3.3895313892515355e38,
     "the smallest float16": -65504.0,
 }
-"""Numbers that implementations use instead of -infinity."""
+"""Values that implementations use instead of -infinity."""
 
 
 # ---- Constants -----------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def rows_and_features(difference: Difference) -> Iterator[Edit]:
     ):
         words = (
             "each token and each feature of a head is multiplied by a number, as by a norm over "
-            "another axis"
+            "the wrong axis"
         )
         yield difference.pattern(
             "tokens and features", words, {}, parameters, families=(of.QK_NORM,)
@@ -320,7 +320,7 @@ def _parameters(difference: Difference, axes: tuple[int, ...]) -> int:
 
 
 def _in_box(difference: Difference, numbers: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """Return the numbers of the wrong indices."""
+    """Return the values of the wrong indices."""
     wrong = [np.arange(1)] * numbers.ndim
     for axis in axes:
         wrong[axis] = difference.box[axis]

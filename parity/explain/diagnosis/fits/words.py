@@ -91,7 +91,7 @@ def _near(x: float, tolerance: float, numbers: Iterator[tuple[str, float]]) -> l
 
 
 def _named_numbers(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str, float]]:
-    """Yield numbers by which implementations multiply, with their names."""
+    """Yield factors by which implementations multiply, with their names."""
     yield "the sign is inverted", -1.0
     for name, size in sizes.items():
         if size > 1:

@@ -30,8 +30,7 @@ def diagnose_weights(
 ) -> Diagnosis:
     """Find the bugs in the second of two sets of weights that should hold the same attention.
 
-    The kind is `precision` only if every differing tensor is exactly that of the first in fewer
-    bits.
+    The kind is `precision` only if every differing tensor is exactly the first one in fewer bits.
 
     Raises:
         ValueError: if the layers differ in more than their weights.
@@ -81,8 +80,8 @@ def _without_loss(finding: Finding) -> Finding:
 
 
 def _common_ways(weights: Weights, other: Weights) -> list[str]:
-    """Return the descriptions in which every differing tensor is exactly that of the first weights
-    in fewer bits.
+    """Return the descriptions in which every differing tensor is exactly the one of the first
+    weights in fewer bits.
     """
     common: list[str] | None = None
     for name, x in weights.items():

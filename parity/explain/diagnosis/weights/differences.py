@@ -100,9 +100,9 @@ class WeightsComparison(JsonRecord):
     """Comparison of two sets of weights by their tensors: do they represent the same attention?
 
     Attributes:
-        kind: `bits`, equal bit for bit; `values`, equal values in other bits: another dtype that
-            represents them, or zeros of another sign; `copy`, one is the other rounded to its
-            dtype; `rounding`, at most 4 units in the last place of the coarser dtype apart;
+        kind: `bits`, equal bit for bit; `values`, equal values in other bits: a different dtype
+            that represents them, or zeros of the opposite sign; `copy`, one is the other rounded to
+            its dtype; `rounding`, at most 4 units in the last place of the coarser dtype apart;
             `function`, other tensors of the same function; `different`.
         dtypes: dtypes of the first and the second set.
         max_ulp: largest difference, in units in the last place of the coarser dtype.
@@ -186,7 +186,7 @@ def compare_weights(
 ) -> WeightsComparison:
     """Compare two layers tensor by tensor: which tensors differ, where, and how they are related.
 
-    No attention is computed: `verify` does that.
+    No attention is computed; `verify` does that.
 
     Args:
         weights, spec: canonical weights, as arrays of any framework, and the layer.
@@ -272,7 +272,9 @@ def _law_of_packing(packing: PackingError) -> TensorLaw:
 def _with_packing(
     differences: list[TensorDifference], packing: PackingError
 ) -> list[TensorDifference]:
-    """Return the differences, those of q, k and v explained by the order of their rows."""
+    """Return the differences, the differences of q, k and v explained by the order of their
+    rows.
+    """
     law = _law_of_packing(packing)
     explained = []
     for difference in differences:

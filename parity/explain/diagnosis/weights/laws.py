@@ -61,7 +61,7 @@ class Pair:
     Attributes:
         name: its canonical name.
         one, other: its values in each file.
-        role: place of its heads, if it has heads and is whole.
+        role: position of its heads, if it has heads and is whole.
         places: indices of the heads, as (heads, features, the rest), of the rows or of the columns
             in the part.
     """
@@ -91,9 +91,9 @@ def of_family(name: str, words: str, family: BugFamily | None, spec: AttentionSp
 def law_of(pair: Pair, heads: Collection[int], layers: Layers) -> TensorLaw | None:
     """Return a relation that explains every element of a differing tensor; None if none does.
 
-    Relations of whole tensors are tried first, then those of values on the differing `heads`, then
-    on the differing rows or columns. One factor per row can explain almost anything, so it comes
-    last.
+    Relations of whole tensors are tried first, then relations of values on the differing `heads`,
+    then on the differing rows or columns. One factor per row can explain almost anything, so it
+    comes last.
     """
     of_heads = _differing_heads(pair, heads, layers.spec)
     attempts: list[tuple[Pair, tuple[Relation, ...]]] = [(pair, OF_TENSORS), (of_heads, OF_VALUES)]
@@ -137,7 +137,7 @@ def _differing_lines(pair: Pair) -> Iterator[Pair]:
 def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
     """Find a tensor that is all zeros in one file."""
     family = None
-    # With one axis they are, as a rule, those of a bias that was not loaded.
+    # With one axis they are, as a rule, the values of a bias that was not loaded.
     if pair.one.ndim == 1:
         family = BIAS
     if not pair.other.any():
@@ -212,7 +212,9 @@ def _factor(pair: Pair, layers: Layers) -> TensorLaw | None:
 
 
 def _meaning_of(factor: float, head_dim: int) -> str:
-    """Return the formula in H of a usual scale of scores; empty if the factor is another number."""
+    """Return the formula in H of a usual scale of scores; empty if the factor is any other
+    number.
+    """
     root = math.sqrt(head_dim)
     formulas = {"sqrt(H)": root, "1 / sqrt(H)": 1.0 / root, "H": head_dim, "1 / H": 1.0 / head_dim}
     for formula, value in formulas.items():
@@ -247,7 +249,7 @@ def _factors(pair: Pair, layers: Layers) -> TensorLaw | None:
 def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray | None:
     """Return the factors between two arrays along axes, by least squares; None if there are none.
 
-    Too few numbers to verify a factor count as none.
+    Too few elements to verify a factor count as none.
     """
     if (np.count_nonzero(one, axis=axes, keepdims=True) < FEWEST).any():
         return None
@@ -288,7 +290,8 @@ def _transposed(pair: Pair, layers: Layers) -> TensorLaw | None:
 def _permuted(pair: Pair, layers: Layers) -> TensorLaw | None:
     """Find a permutation of rows or columns, and identify it."""
     one, other = pair.one, pair.other
-    # A bias may have equal numbers, which leave its order open: that of its weight is tried first.
+    # A bias may have equal elements, which leave its order open: the order of its weight is tried
+    # first.
     weight = f"{pair.name.removesuffix('bias')}weight"
     if pair.name.endswith(".bias") and weight in layers.weights:
         order = _order(layers.weights[weight], layers.others[weight], 0)
@@ -328,9 +331,9 @@ def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> 
         if words:
             return of_family("permuted", f"the first's, {words}", family, spec)
         if _is_within_heads(order, num_heads, num_features):
-            words = f"the first's, its {lines} in another order within their heads"
+            words = f"the first's, its {lines} in a different order within their heads"
             return TensorLaw("permuted", words)
-    which = "another order"
+    which = "a different order"
     if len(order) <= 2 * spec.head_dim:  # short enough to be looked at
         which = f"the order {listed(order)}"
     return TensorLaw("permuted", f"the first's, its {lines} in {which}")
@@ -360,7 +363,7 @@ def _is_within_heads(order: np.ndarray, num_heads: int, num_features: int) -> bo
 def _of_pairs(order: np.ndarray, num_features: int, spec: AttentionSpec) -> str:
     """Describe RoPE pairs that are halves in one file and interleaved in the other, if they are.
 
-    All widths of heads are tried, because a converter may have assumed another number of heads.
+    All widths of heads are tried, because a converter may have assumed the wrong number of heads.
     """
     widths = []
     # Without RoPE, features of an odd number form no pairs.
@@ -390,4 +393,4 @@ OF_TENSORS: tuple[Relation, ...] = (_one_plus, _zeros, _in_place_of, _transposed
 """Relations of whole tensors, in the order in which they are tried."""
 
 OF_VALUES: tuple[Relation, ...] = (_zeros, _fewer_bits, _factor, _shift)
-"""Relations that change values but not their places, for a tensor or a part of it."""
+"""Relations that change values but not their positions, for a tensor or a part of it."""

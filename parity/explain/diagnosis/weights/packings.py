@@ -1,8 +1,9 @@
-"""Rows of q, k and v that a packed tensor was read in another order: they move between the three.
+"""Rows of q, k and v that a packed tensor was read in a different order: they move between the
+three.
 
-If a file packs q, k and v in one tensor, and a reader assumes another order, then the three tensors
-together have the same rows, but none of them has its own. Each row is matched exactly, in time that
-is linear in the size of the weights.
+If a file packs q, k and v in one tensor, and a reader assumes a different order, then the three
+tensors together have the same rows, but none of them has its own. Each row is matched exactly, in
+time that is linear in the size of the weights.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ MOST_RUNS = 6
 
 @dataclass(frozen=True)
 class PackingError:
-    """Rows of q, k and v that are in another order, across the tensors.
+    """Rows of q, k and v that are in a different order, across the tensors.
 
     Attributes:
         names: canonical names of the weights, and of their biases if these follow the same order.
         words: what happened: the order in which the rows are packed, and that in which they were
             read.
-        order: for each row of the second file's tensors, one after the other, that of the first's.
+        order: for each row of the second file's tensors, one after the other, the row of the
+            first's.
         fix: how to read either file in the order of the other one; empty if an order is unknown.
         bug: the name of the bug.
         is_mixed: whether a tensor has rows of several tensors, so that no relation of two tensors
@@ -93,10 +95,10 @@ def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> Packi
     fix = ""
     bug = MISREAD
     if misread is None:
-        words += f", in another order: {_runs(order, sizes)}"
+        words += f", in a different order: {_runs(order, sizes)}"
     else:
         packed, read = misread
-        words += f": those of the first, packed as {packed.words}, were read as {read.words}"
+        words += f": the first file's, packed as {packed.words}, were read as {read.words}"
         fix = _fix(packed, read, spec)
         if packed.letters == read.letters == "qkv":
             bug = NAMED.get((packed.kind, read.kind), MISREAD)
@@ -106,7 +108,7 @@ def find_packing_error(one: Weights, two: Weights, spec: AttentionSpec) -> Packi
 def _is_mixed(order: np.ndarray, sizes: dict[str, int]) -> bool:
     """Return whether a tensor of the second file has rows of several tensors of the first."""
     ends = np.cumsum(list(sizes.values()))
-    # The tensor of the first file, by its place, that each row of the second comes from.
+    # The tensor of the first file, by its position, that each row of the second comes from.
     sources = np.searchsorted(ends, order, side="right")
     for sources_of_tensor in np.split(sources, ends[:-1]):
         if len(np.unique(sources_of_tensor)) > 1:
@@ -197,8 +199,8 @@ def _misread(
     by_rows: dict[bytes, RowOrder] = {}
     for packed in known:
         by_rows.setdefault(packed.rows.tobytes(), packed)
-    # A reader takes row rows[i] of a projection from place i; so the packed rows are those of the
-    # first in that order.
+    # A reader takes row rows[i] of a projection from position i; so the packed rows are the rows of
+    # the first in that order.
     for read in known:
         packed = by_rows.get(order[read.rows].tobytes())
         if packed is not None:

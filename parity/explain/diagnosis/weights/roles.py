@@ -18,7 +18,7 @@ from mha_spec.shares import OF_QUERIES
 
 @dataclass(frozen=True)
 class Role:
-    """The place of heads in a weight.
+    """The position of heads in a weight.
 
     Attributes:
         axis: axis of heads with their features; None if heads and features are separate axes.
@@ -147,7 +147,7 @@ def digests(rows: np.ndarray) -> np.ndarray:
 def matched(before: Sequence[object], after: Sequence[object]) -> np.ndarray | None:
     """Return the order with after[i] == before[order[i]]; None if the elements differ.
 
-    Elements that are in place stay there.
+    Elements at their own position stay there.
     """
     if len(before) != len(after):
         return None

@@ -99,7 +99,7 @@ class _Order:
         words = {"qk": "features of q and k", "v": "features of v, and columns of out_proj,"}
         for kind, order in self.features.items():
             if _moves(order):
-                changes.append(f"{words[kind]} are in another order")
+                changes.append(f"{words[kind]} are in a different order")
         return "; ".join(changes)
 
 
@@ -133,7 +133,7 @@ def _find_order(before: _Rows, after: _Rows, spec: AttentionSpec) -> _Order | No
     num_groups, count = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
     groups = np.arange(num_groups)
     heads = np.tile(np.arange(count), (num_groups, 1))
-    # ALiBi has a slope for each head, and without out_proj their order is that of the output.
+    # ALiBi has a slope for each head, and without out_proj their order is the order of the output.
     if spec.alibi is None and spec.out_proj:
         # Keys and values of another layer stay, and their query heads move within a group.
         if not spec.shared_kv:
@@ -200,7 +200,7 @@ class _Rows:
     def features(self, kind: str, group: int, heads: Iterable[int]) -> list[object]:
         """Return a key for each feature of a group: its rows in all weights.
 
-        A feature that cannot be permuted has its place as its key.
+        A feature that cannot be permuted has its position as its key.
         """
         places = {"q": [(group, n) for n in heads], "kv": [(group, 0)], "shared": [(0, 0)]}
         rows_of_heads = []
@@ -339,7 +339,7 @@ def _factors(views: Views, tied: np.ndarray) -> np.ndarray:
 
 
 def _tied(spec: AttentionSpec) -> np.ndarray:
-    """Return a number for each query feature; those of a RoPE pair share one, as their factor."""
+    """Return a number for each query feature; the two of a RoPE pair share one, as their factor."""
     tied = np.arange(spec.head_dim)
     if spec.rope is None:
         return tied

@@ -24,7 +24,8 @@ def coarser(one: np.dtype, other: np.dtype) -> np.dtype:
 def ulps(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
     """Return the distance of each element in units in the last place of the smaller value.
 
-    The units are those of a dtype; default: the coarser one of the arrays. The distance is float64.
+    The units are the units of a dtype; default: the coarser one of the arrays. The distance is
+    float64.
     """
     info = ml_dtypes.finfo(dtype or coarser(one.dtype, other.dtype))
     one, other = one.astype(np.float64), other.astype(np.float64)
@@ -121,7 +122,7 @@ def ways_to_fewer_bits(one: np.ndarray, other: np.ndarray) -> list[str]:
         return []
     ways = []
     for words, reduce in FEWER_BITS.items():
-        # The first row usually shows that it is another conversion.
+        # The first row usually shows that it is a different conversion.
         is_equal = np.array_equal(reduce(wide[:1]), fewer[:1])
         if is_equal and np.array_equal(reduce(wide), fewer):
             ways.append(words)
@@ -144,7 +145,7 @@ def quantized_as(one: np.ndarray, other: np.ndarray) -> str | None:
         return None
     with np.errstate(all="ignore"):  # blocks of zeros
         for name in QUANTISED:
-            # The first row usually shows that it is another type.
+            # The first row usually shows that it is a different type.
             if _is_quantized(one[:1], other[:1], name) and _is_quantized(one, other, name):
                 return name
     return None

@@ -126,11 +126,11 @@ def _advice_on_rope(rope: Rope | None) -> str:
 
 
 def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:
-    """Return a case of a few tokens: causal self-attention, or cross-attention if keys have another
-    width.
+    """Return a case of a few tokens: causal self-attention, or cross-attention if keys have a
+    different width.
     """
     is_cross = spec.d_kv != spec.d_in
-    # Few tokens are fast. Their numbers are arbitrary; they differ, so that swapped axes show.
+    # Few tokens are fast. Their values are arbitrary; they differ, so that swapped axes show.
     return Case(
         name,
         spec,

@@ -14,7 +14,7 @@ from parity.explain.mutating.compare import Unfit, dtype_name
 from parity.explain.mutating.view import OTHER_NEEDS
 from parity.measure.core.orders import reordered
 
-FORBIDDEN = -1e4  # smaller numbers hide keys in an additive mask
+FORBIDDEN = -1e4  # smaller values hide keys in an additive mask
 
 
 # ---- Masks of any kind ---------------------------------------------------------------------------
@@ -30,8 +30,7 @@ def _is_boolean(mask: Any) -> bool:
 
 
 def _hidden_by(call: Call, mask: Any) -> Any:
-    """Return where a mask hides, for any kind: booleans, numbers 0 and 1, or numbers added to
-    scores.
+    """Return where a mask hides, for any kind: booleans, 0 and 1, or values added to scores.
 
     Raises:
         Unfit: if the meaning of True in it is unknown.
@@ -120,7 +119,7 @@ def _from_itself(t: np.ndarray, s: np.ndarray) -> np.ndarray:
 
 
 def _with_causal_mask(call: Call, *, hides: Hides) -> BuggyCall | None:
-    """Hide other keys than a causal mask does: that of the flag, or a mask that is causal."""
+    """Hide other keys than a causal mask does: the mask of the flag, or a mask that is causal."""
     num_queries, num_keys = call.lengths
     first_query = 0
     if call.view.causal == "bottom-right":
@@ -144,7 +143,9 @@ def _with_causal_mask(call: Call, *, hides: Hides) -> BuggyCall | None:
 
 
 def _with_mask_for_flag(call: Call, mask: Any, wrongly_hidden: np.ndarray) -> BuggyCall | None:
-    """Hide keys by a mask instead of by the causal flag, together with those of the call's mask."""
+    """Hide keys by a mask instead of by the causal flag, together with the keys that the call's
+    mask hides.
+    """
     unflagged = call.but(is_causal=False)
     if mask is None:
         return MaskOfAnyShape(unflagged, wrongly_hidden)
@@ -274,7 +275,7 @@ def _one_earlier(xp: Any, hidden: Any) -> Any:
 
 
 def _shorter_by_one(lengths: Any, _: int) -> Any:
-    # torch adds booleans to numbers, but does not subtract them.
+    # torch adds booleans to floats, but does not subtract them.
     return lengths + -1 * (lengths > 0)
 
 

@@ -105,7 +105,7 @@ WrongSoftmax = Callable[[Any, Softmax, Any, Any], Any]
 
 
 def _softmax_over(_: Any, right: Softmax, scores: Any, hidden: Any, *, axis: int) -> Any:
-    """Take the softmax over another axis of the scores."""
+    """Take the softmax over the wrong axis of the scores."""
     if hidden is not None:
         # In the full shape of the scores.
         hidden = hidden | (scores != scores) & False
@@ -154,14 +154,14 @@ class OurOutput:
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             raise Unfit(f"ours does not support such a call: {error}") from error
         if tuple(ours.shape) != tuple(theirs.shape):
-            raise Unfit("ours returns another shape than yours")
+            raise Unfit("ours returns a different shape than yours")
         wrong = self.call.with_dtype_of(wrong, theirs)
         if is_traced(theirs):
             xp = self.call.xp
             are_close = xp.allclose(ours, theirs, rtol=1e-3, atol=1e-3, equal_nan=True)
             return xp.where(are_close, wrong, theirs)
         if not same(ours, theirs):
-            raise Unfit("ours returns another result than yours for such a call")
+            raise Unfit("ours returns a different result than yours for such a call")
         return wrong
 
 

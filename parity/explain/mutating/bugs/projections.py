@@ -152,7 +152,7 @@ def _scaled_after_softmax(weights: Projections) -> Arrays:
 
 
 def _with_features_reordered(weights: Projections, projection: str, order: np.ndarray) -> Arrays:
-    """Return a projection with its output features in another order; for `out_proj`, its input
+    """Return a projection with its output features in a different order; for `out_proj`, its input
     features.
     """
     kernel = weights[f"{projection}.weight"]
@@ -181,9 +181,7 @@ def _with_heads_reordered(
 
 
 def _with_heads_tiled(weights: Projections) -> Arrays:
-    """Make query head n use key/value head n % K, by computing it in the place of a head that uses
-    that one.
-    """
+    """Make query head n use key/value head n % K, by computing it as a head that uses that one."""
     spec = weights.spec
     if not 1 < spec.num_kv_heads < spec.num_heads:
         raise Unfit(f"it has {spec.num_heads} query heads and {spec.num_kv_heads} key/value heads")

@@ -1,4 +1,6 @@
-"""Bugs in RoPE by another base, for calls with the base, its frequencies, or cosines and sines."""
+"""Bugs in RoPE by a different base, for calls with the base, its frequencies, or cosines and
+sines.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def has_rope(call: Call) -> bool:
     return any(NAMED_SO.search(str(name)) for name in names)
 
 
-# ---- Another base --------------------------------------------------------------------------------
+# ---- A different base ----------------------------------------------------------------------------
 
 
 def _with_theta(call: Call, theta: float) -> BuggyCall:
@@ -102,7 +104,7 @@ def _is_pair(x: Any) -> bool:
 
 
 def _with_tables_of(call: Call, theta: float) -> Call:
-    """Return the call with cosines and sines of another base; the call's own must belong to
+    """Return the call with cosines and sines of a different base; the call's own must belong to
     positions 0, 1, …
 
     Raises:
@@ -118,8 +120,8 @@ def _with_tables_of(call: Call, theta: float) -> Call:
     _check_positions(call, cosines)
     angles = _angles_like(cosines, theta)
     num_tokens = len(angles)
-    # Cosines of another base differ by more than this, but those of one base in a narrow dtype
-    # do not.
+    # Cosines of a different base differ by more than this, but cosines of one base in a narrow
+    # dtype do not.
     largest_error = np.abs(np.broadcast_to(np.cos(angles), cosines.shape) - cosines).max()
     if largest_error < 1e-2 / num_tokens**0.5:
         raise _same_theta(theta)
@@ -130,18 +132,18 @@ def _with_tables_of(call: Call, theta: float) -> Call:
 
 
 def _check_positions(call: Call, cosines: np.ndarray) -> None:
-    """Raise `Unfit` unless cosines (…, T, R) are those of tokens at positions 0, 1, …"""
+    """Raise `Unfit` unless cosines (…, T, R) belong to tokens at positions 0, 1, …"""
     is_table = cosines.ndim >= 2 and cosines.shape[-1] % 2 == 0
     num_tokens = call.get("query").shape[call.token_axis]
     if not is_table or not num_tokens or cosines.shape[-2] != num_tokens:
-        raise Unfit(f"its cosines of shape {cosines.shape} are not those of its tokens")
+        raise Unfit(f"its cosines of shape {cosines.shape} do not fit its tokens")
     # The first pair turns by 1 radian per token, whatever the base.
     if not np.allclose(cosines[..., 0], np.cos(np.arange(num_tokens)), atol=1e-2):
-        raise Unfit("its cosines are not those of positions 0, 1, 2, …")
+        raise Unfit("its cosines do not belong to positions 0, 1, 2, …")
 
 
 def _angles_like(cosines: np.ndarray, theta: float) -> np.ndarray:
-    """Return angles (T, R) of a base, with pairs in the places where cosines (…, T, R) have them:
+    """Return angles (T, R) of a base, with pairs at the features where cosines (…, T, R) have them:
     each pair once, or twice, in both halves or side by side.
     """
     num_tokens, size = cosines.shape[-2:]

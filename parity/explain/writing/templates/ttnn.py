@@ -36,7 +36,7 @@ class Attention:
     def __init__(
         self, weights: Mapping[str, np.ndarray], device: ttnn.Device, dtype: ttnn.DataType = ttnn.bfloat16
     ) -> None:
-        """Upload weights by name, those of projections (out, in). The layer has their dtype."""
+        """Upload weights by name, projections as (out, in). The layer has their dtype."""
         self.device, self.dtype = device, dtype
         # HiFi4 with float32 sums gives occasional wrong results on Wormhole (tt-metal#38306).
         is_wormhole = device.arch() == ttnn.Arch.WORMHOLE_B0

@@ -135,7 +135,7 @@ def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:
     if not spec.fused_qkv:
         qkv_bias = choose(qkv_bias, qkv_bias, (True, False, True))
     qk_norm = v_norm = None
-    # With two or four features, a norm enlarges too few numbers to measure their noise.
+    # With two or four features, a norm enlarges too few elements to measure their noise.
     if spec.head_dim >= 8:
         qk_norm = choose(*[None] * 4, *_qk_norms(has_rope=rope is not None))
         v_norm = choose(None, None, None, Norm(eps=0.01), Norm(weight=None, eps=0.01))
@@ -160,7 +160,7 @@ def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:
 
 def _qk_norms(*, has_rope: bool) -> list[Norm]:
     """Return kinds of norms of queries and keys."""
-    # An eps of 0.01 is far larger than those of models, so that another one shows.
+    # An eps of 0.01 is far larger than the eps of models, so that a different one shows.
     norms = [
         Norm(eps=0.01),
         Norm("layer", weight="1+w", bias=True, eps=0.01),

@@ -176,9 +176,7 @@ def _calls(
 _UNEVEN = _calls(5, 1, 2, 1, capacity=10, new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)))
 
 MASKS = [
-    Case(
-        "textbook", _TEXTBOOK, "a published example with known numbers", seq_len=6, is_causal=True
-    ),
+    Case("textbook", _TEXTBOOK, "a published example with known values", seq_len=6, is_causal=True),
     Case("full", _MHA, "all tokens attend to all tokens"),
     Case("causal", _MHA, "no token attends to a later one", is_causal=True),
     Case(
@@ -222,11 +220,11 @@ MASKS = [
 """Masks and biases."""
 
 LAYERS = [
-    Case("cross", _CROSS, "keys of another width and length", seq_len=4, seq_len_k=7),
+    Case("cross", _CROSS, "keys of a different width and length", seq_len=4, seq_len_k=7),
     Case(
         "cross-padding",
         _CROSS,
-        "keys of another width, padded",
+        "keys of a different width, padded",
         seq_len_k=7,
         key_padding_lengths=(2, 7),
     ),
@@ -303,7 +301,7 @@ LAYERS = [
         "one projection for q, k and v of different inputs",
         seq_len_k=7,
     ),
-    Case("scale", _SCALE, "another scale of the scores", seq_len=9, is_causal=True, gain=3.0),
+    Case("scale", _SCALE, "a different scale of the scores", seq_len=9, is_causal=True, gain=3.0),
     Case("temperature", _TEMPERATURE, "a temperature without RoPE", seq_len=9, is_causal=True),
     Case(
         "temperature-rope",
@@ -487,7 +485,7 @@ LAYERS = [
         is_causal=True,
     ),
 ]
-"""Other widths, heads, projections; another scale; rotary positions."""
+"""Other widths, heads, projections; a different scale; rotary positions."""
 
 ROPES = [
     Case(
@@ -597,7 +595,7 @@ SIZES = [
     ),
     Case("strided", _MHA, "inputs that are not contiguous in memory", strided=True, is_causal=True),
 ]
-"""Few tokens, odd numbers, other strides."""
+"""Few tokens, odd sizes, other strides."""
 
 VALUES = [
     Case(
@@ -663,7 +661,11 @@ CACHED = [
         **_calls(4, 1, 1, capacity=6),
     ),
     Case(
-        "decode-scale", _SCALE, "decode, another scale", gain=3.0, **_calls(4, 1, 1, 1, capacity=8)
+        "decode-scale",
+        _SCALE,
+        "decode, a different scale",
+        gain=3.0,
+        **_calls(4, 1, 1, 1, capacity=8),
     ),
     Case(
         "decode-temperature",

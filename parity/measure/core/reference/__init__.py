@@ -50,10 +50,10 @@ def gradients(
     Args:
         problem: problem to differentiate.
         dtype: dtype of the computation.
-        fused: recompute scores in another order of summation, and attention weights as exp(score -
-            log sum exp), like fused kernels, which do not store them. In float64 this makes no
-            difference. In float32 the two roundings of a score no longer cancel: with logits of
-            70,000 a weight of 1 becomes 1 +- 0.02.
+        fused: recompute scores in a different order of summation, and attention weights as
+            exp(score - log sum exp), like fused kernels, which do not store them. In float64 this
+            makes no difference. In float32 the two roundings of a score no longer cancel: with
+            logits of 70,000 a weight of 1 becomes 1 +- 0.02.
         with_stages: also return gradients of stages, such as `grad.scores`.
     """
     layer = Layer(problem, Arithmetic(dtype_named(dtype)))

@@ -1,4 +1,4 @@
-"""Storage and summation of numbers in float64, in other dtypes, and on hardware."""
+"""Storage and summation in float64, in other dtypes, and on hardware."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ float32 7.2e-3 and 7.2e-3, 3.1e-2 and 3.1e-2. Computed here: 4.2e-3 and 4.3e-3, 
 """
 
 SHARED = 16
-"""Numbers of bfloat8_b that share an exponent: neighbors in a row on the device. Each has 7 bits
+"""Values of bfloat8_b that share an exponent: neighbors in a row on the device. Each has 7 bits
 relative to the largest. Products with such weights are off by 7.7e-3 and 7.6e-3 in ttsim, 64 and
 512 terms, at HiFi2 by 8.6e-3 and 8.7e-3; here by 7.9e-3 and 7.7e-3, 8.4e-3 and 8.6e-3.
 """
@@ -56,17 +56,18 @@ Wormhole, results in 1.30e-3 and 1.26e-3, 3.2e-4 and 3.1e-4.
 """
 
 ARITHMETICS = ("ieee", *TENSIX)
-"""Arithmetic of a backend's hardware: IEEE 754, or that of Tenstorrent's matrix engine, where
-float32 enters as TF32, also in the softmax. LoFi and the others of `MANTISSA` are never used as
-references; they model products of insufficient precision.
+"""Arithmetic of a backend's hardware: IEEE 754, or the arithmetic of Tenstorrent's matrix engine,
+where float32 enters as TF32, also in the softmax. LoFi and the others of `MANTISSA` are never used
+as references; they model products of insufficient precision.
 """
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Storage and summation of numbers.
+    """Storage and summation.
 
-    `dtype` is that in memory, `wide` that inside a stage; `kind` is that of the hardware.
+    `dtype` is the dtype in memory, `wide` the dtype inside a stage; `kind` is the kind of the
+    hardware.
     """
 
     dtype: np.dtype
@@ -194,7 +195,7 @@ class Arithmetic:
         return total
 
     def excess_noise(self, a: np.ndarray, b: np.ndarray, product: np.ndarray) -> np.ndarray:
-        """Return random rounding errors of the simplest order in excess of those of a product.
+        """Return random rounding errors of the simplest order in excess of the errors of a product.
 
         They are too many to compute. The error of an element grows with the root of the sum of
         squares of its terms, and with the root of their number. A sample of elements, summed in
@@ -270,7 +271,7 @@ def _with_shared_exponents(x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _with_mantissa(x: np.ndarray, bits: int) -> np.ndarray:
-    """Return float32 numbers truncated to some explicit bits of their mantissa."""
+    """Return float32 values truncated to some explicit bits of their mantissa."""
     lost = FLOAT32_BITS - bits
     if not lost:
         return x

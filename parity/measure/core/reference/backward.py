@@ -52,7 +52,7 @@ class Backward:
         They are in the order of the backward data flow, from the output to the inputs.
 
         Args:
-            with_stages: also return those of `STAGES_BETWEEN`.
+            with_stages: also return the gradients of `STAGES_BETWEEN`.
         """
         problem, a = self.layer.problem, self.arithmetic
         cotangent, values = problem.inputs["cotangent"], self.layer.forward()
@@ -62,7 +62,8 @@ class Backward:
         if problem.spec.sinks:
             values["sink_weights"] = self.sink_weights(values)
         if self.magnitude:
-            # The gate is inside a sigmoid, so its absolute value is not that of a term.
+            # The gate is inside a sigmoid, so its absolute value is not the absolute value of a
+            # term.
             gate = values.get("gate")
             values = {name: np.abs(x) for name, x in values.items()}
             if gate is not None:
@@ -169,7 +170,7 @@ class Backward:
     ) -> np.ndarray:
         """Return the gradient of projected features, (B, T, width).
 
-        `d_heads` is that of the heads that enter attention.
+        `d_heads` is the gradient of the heads that enter attention.
         """
         layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
         x = self.entered(layer.problem.sides[name])
@@ -198,7 +199,9 @@ class Backward:
     def of_latent_queries(
         self, x: np.ndarray, d_q: np.ndarray, positions: np.ndarray, grads: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return the gradient of the input of a layer with latents, from that of its queries."""
+        """Return the gradient of the input of a layer with latents, from the gradient of its
+        queries.
+        """
         layer, a = self.layer, self.arithmetic
         if layer.problem.spec.temperature is not None:
             d_q = d_q * layer.factors(positions)
@@ -220,7 +223,7 @@ class Backward:
     ) -> np.ndarray:
         """Return the gradient of the input of a layer with latents.
 
-        `d_k` and `d_v` are those of its keys and values.
+        `d_k` and `d_v` are the gradients of its keys and values.
         """
         layer, a, rank = self.layer, self.arithmetic, self.layer.latent().kv_rank
         entered = self.entered("query")
@@ -285,7 +288,7 @@ class Backward:
     def of_standardised(
         self, name: str, d_hat: np.ndarray, x_hat: np.ndarray, s: np.ndarray, norm: Norm
     ) -> np.ndarray:
-        """Return the gradient of the input of a norm, from that of x̂: see `norms`."""
+        """Return the gradient of the input of a norm, from the gradient of x̂: see `norms`."""
         return norms.back_through(d_hat, x_hat, s, norm, magnitude=self.magnitude)
 
     def of_heads(
@@ -438,7 +441,7 @@ class Backward:
     def of_relative_bias(self, d_scores: np.ndarray) -> np.ndarray:
         """Return the gradient of the table, (num_buckets, N).
 
-        It is that of the scores, summed within buckets.
+        It is the gradient of the scores, summed within buckets.
         """
         layer = self.layer
         (buckets,) = layer.buckets(np.arange(d_scores.shape[2])[None], d_scores.shape[3])
@@ -458,7 +461,7 @@ class Backward:
         return 1.0 - np.square(capped / cap)
 
     def per_kv_head(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Return the gradient of k or v, from that of each query head's copy of it.
+        """Return the gradient of k or v, from the gradient of each query head's copy of it.
 
         It is the gradient of `Layer.per_query_head`: the sum over a group's query heads.
         """
@@ -515,7 +518,7 @@ class Backward:
         return d_y.reshape(-1, d_y.shape[-1]).sum(axis=0)
 
     def of_weight(self, d_y: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Return the gradient of a weight (out, in), by that of its products (B, T, out).
+        """Return the gradient of a weight (out, in), by the gradient of its products (B, T, out).
 
         It is a sum over all tokens.
         """

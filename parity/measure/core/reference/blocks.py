@@ -35,7 +35,7 @@ def without_scores(layer: Layer) -> dict[str, np.ndarray]:
 
 
 def _with_bias_of(rows: np.ndarray, problem: Problem) -> Problem:
-    """Return a problem whose bias is that of some rows of the scores."""
+    """Return a problem whose bias covers some rows of the scores."""
     if problem.bias is None:
         return problem
     return replace(problem, inputs={**problem.inputs, "bias": problem.bias[:, :, rows]})

@@ -85,7 +85,7 @@ class Layer:
     ) -> dict[str, np.ndarray]:
         """Return the scores of queries at positions (B or 1, T), default 0, 1, …
 
-        `products` are those of queries and keys; default: computed from `values`.
+        `products` are the products of queries and keys; default: computed from `values`.
         """
         spec, a = self.problem.spec, self.arithmetic
         keep = a.between_scores
@@ -190,7 +190,7 @@ class Layer:
         return of_paths(self.forward())
 
     def forward(self) -> dict[str, np.ndarray]:
-        """Return all stages but those of a module's paths."""
+        """Return all stages except a module's paths."""
         values: dict[str, np.ndarray] = {}
         values |= self.mask(values)
         values |= self.qkv(values)
@@ -262,7 +262,7 @@ class Layer:
 
         Args:
             new: `keys` and `values` of the call, (B, K, T, H).
-            first: those of the first call, of which scales that all tokens share are computed.
+            first: the same of the first call, of which scales that all tokens share are computed.
             index: number of the call.
         """
         tokens = self.entering_cache(new, index)
@@ -361,7 +361,7 @@ class Layer:
     def quantized(
         self, name: str, tokens: dict[str, np.ndarray], first: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Return keys or values as they are read: stored numbers times scales, plus zeros."""
+        """Return keys or values as they are read: stored values times scales, plus zeros."""
         stored = self.stored_numbers(self.before_rounding(name, tokens, first))
         return self.read(name, stored, tokens, first)
 
@@ -381,7 +381,7 @@ class Layer:
         tokens: dict[str, np.ndarray],
         first: dict[str, np.ndarray],
     ) -> np.ndarray:
-        """Return stored numbers as keys or values."""
+        """Return stored values as keys or values."""
         x = stored * self.scales_when_read(name, tokens, first)
         if self.cache_quantization().has_zero_point:
             x = self.arithmetic.between(x) + self.zeros_when_read(name, tokens, first)
@@ -439,7 +439,7 @@ class Layer:
         return self.cache_zeros(name, tokens, first)
 
     def stored_numbers(self, x: np.ndarray) -> np.ndarray:
-        """Return keys or values, divided by their scales, as the numbers that a cache stores."""
+        """Return keys or values, divided by their scales, as the values that a cache stores."""
         quantization = self.cache_quantization()
         dtype, limits = quantization.dtype, quantization.limits
         if self.arithmetic.wide == np.float64:
@@ -501,7 +501,7 @@ class Layer:
     def of_empty_rows(
         self, attn_weights: np.ndarray, scores: np.ndarray, is_empty: np.ndarray
     ) -> np.ndarray:
-        """Return the attention weights; those of fully masked rows are 0."""
+        """Return the attention weights; in fully masked rows they are 0."""
         return attn_weights
 
     def score_bias(self) -> np.ndarray | None:
@@ -536,7 +536,7 @@ class Layer:
     def gained_by_distance(self, buckets: np.ndarray) -> np.ndarray:
         """Return the relative bias of the scores, (B or 1, N, T, S).
 
-        `buckets` are those of distances, (B or 1, T, S).
+        `buckets` are the buckets of distances, (B or 1, T, S).
         """
         return np.moveaxis(self.arithmetic.widen(self.relative_table())[buckets], -1, 1)
 
@@ -547,7 +547,7 @@ class Layer:
     def buckets(self, places: np.ndarray, key_len: int) -> np.ndarray:
         """Return the buckets of distances from queries to keys, (B or 1, T, S).
 
-        On a grid, they are those of the offsets.
+        On a grid, they are distances of the offsets.
         """
         grid = self.problem.spec.relative_bias
         if isinstance(grid, GridBias):
@@ -624,7 +624,7 @@ class Layer:
     def distance_vectors(self, name: str) -> np.ndarray:
         """Return the vectors of all buckets, (N or 1, num_buckets, H)."""
         table = self.arithmetic.widen(self.parameter(name))
-        # Its first axis is that of the buckets: (num_buckets, N, H), or (num_buckets, H).
+        # Its first axis holds the buckets: (num_buckets, N, H), or (num_buckets, H).
         if self.distance_record().per_head:
             return table.swapaxes(0, 1)
         return table[None]
@@ -645,7 +645,7 @@ class Layer:
         if record.num_exact is None or record.max_distance is None:
             return away
         exact = record.num_exact
-        # float32, and in this order, as DeBERTa's code: another rounding moves borders.
+        # float32, and in this order, as DeBERTa's code: a different rounding moves borders.
         largest = np.log(np.float32((record.max_distance - 1) / exact))
         ratio = (np.maximum(away, exact) / exact).astype(np.float32)
         share = np.log(ratio) / largest

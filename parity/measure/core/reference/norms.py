@@ -37,7 +37,9 @@ def broadcast(parameter: np.ndarray, norm: Norm) -> np.ndarray:
 
 
 def summed(grad: np.ndarray, norm: Norm) -> np.ndarray:
-    """Return the gradient of a parameter, (H,), (heads, H) or (width,), by that of each element."""
+    """Return the gradient of a parameter, (H,), (heads, H) or (width,), by the gradient of each
+    element.
+    """
     all_axes = tuple(range(grad.ndim - 1))
     if norm.per_head:
         head_axis = 1
@@ -48,7 +50,7 @@ def summed(grad: np.ndarray, norm: Norm) -> np.ndarray:
 def back_through(
     d_hat: np.ndarray, x_hat: np.ndarray, s: np.ndarray, norm: Norm, *, magnitude: bool
 ) -> np.ndarray:
-    """Return the gradient of x from that of x̂.
+    """Return the gradient of x from the gradient of x̂.
 
     `magnitude` makes all terms of all sums and differences positive. The caller passes |d_hat|.
     """

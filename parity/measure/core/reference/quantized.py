@@ -1,9 +1,9 @@
-"""Rounding of a quantized cache: numbers of a narrow dtype, and their scales.
+"""Rounding of a quantized cache: values of a narrow dtype, and their scales.
 
-float64 rounds to the nearest number. A correct implementation in another precision may be a unit of
-rounding off before it rounds, and then returns the next number. The same-precision reference
-returns the middle of two numbers if either is possible. So its error, from which budgets follow, is
-half a step exactly there.
+float64 rounds to the nearest number. A correct implementation in a different precision may be a
+unit of rounding off before it rounds, and then returns the next number. The same-precision
+reference returns the middle of two values if either is possible. So its error, from which budgets
+follow, is half a step exactly there.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ of its terms: a random walk of half units, four standard deviations.
 
 
 def to_nearest(x: np.ndarray, dtype: str, limits: tuple[float, float] | None = None) -> np.ndarray:
-    """Return wide numbers rounded to a stored dtype, half to even; beyond its limits, those.
+    """Return wide values rounded to a stored dtype, half to even; beyond its limits, those.
 
-    ml_dtypes rounds float64 to float32 first, so it is wrong next to the middle of two numbers.
+    ml_dtypes rounds float64 to float32 first, so it is wrong next to the middle of two values.
 
     Args:
-        x: the numbers.
-        dtype: of the stored numbers.
-        limits: smallest and largest stored number; by default those of the dtype.
+        x: the values.
+        dtype: of the stored values.
+        limits: smallest and largest stored number; by default the limits of the dtype.
     """
     if limits is None:
         limits = -LARGEST[dtype], LARGEST[dtype]
@@ -51,12 +51,12 @@ def to_nearest(x: np.ndarray, dtype: str, limits: tuple[float, float] | None = N
 def to_middle(
     x: np.ndarray, dtype: str, uncertainty: float, limits: tuple[float, float] | None = None
 ) -> np.ndarray:
-    """Return wide numbers rounded to a stored dtype, those that may be rounded either way to the
+    """Return wide values rounded to a stored dtype, those that may be rounded either way to the
     middle.
 
     Args:
-        x: the numbers.
-        dtype: of the stored numbers.
+        x: the values.
+        dtype: of the stored values.
         uncertainty: error of a number before it is rounded, relative to it or to the root mean
             square of all, whichever is larger.
         limits: smallest and largest stored number, as in `to_nearest`.
@@ -81,7 +81,7 @@ def uncertainty_before_rounding(num_terms: int) -> float:
 def range_of(
     x: np.ndarray, axes: str, quantization: CacheQuantization
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the range of each group of keys or values (B, K, S, H) that stored numbers cover.
+    """Return the range of each group of keys or values (B, K, S, H) that stored values cover.
 
     Both ends have 1 on axes that share a scale.
 
@@ -107,7 +107,7 @@ def range_of(
 def scales_of_range(
     lowest: np.ndarray, highest: np.ndarray, quantization: CacheQuantization
 ) -> np.ndarray:
-    """Return the scales with which the stored numbers cover ranges; 1 for empty ranges."""
+    """Return the scales with which the stored values cover ranges; 1 for empty ranges."""
     smallest, largest = quantization.limits
     size = highest - lowest
     # Scales of the largest absolute value are half of a difference, which is exact.

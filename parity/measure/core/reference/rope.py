@@ -1,6 +1,6 @@
 """RoPE of the reference: pairs, frequencies and factors directly from the formulas, pair by pair.
 
-`mha_spec` computes the tables of the implementations; here only the numbers of a `Rope` are used.
+`mha_spec` computes the tables of the implementations; here only the fields of a `Rope` are used.
 Frequencies are float32 and round each step, in the order of Hugging Face's transformers: these are
 the tables of the released models.
 """
@@ -122,7 +122,7 @@ def _scaled(
 
 
 def _places_in_series(rope: Rope, head_dim: int) -> list[tuple[int, int]]:
-    """Return the place p of each pair in a series of frequencies, theta ** (-2 p / H), with H, the
+    """Return the index p of each pair in a series of frequencies, theta ** (-2 p / H), with H, the
     number of features of that series.
     """
     count = count_rotated(rope, head_dim)

@@ -88,7 +88,7 @@ BLOCKS = (1, 2, 4, 8)
 PROJECTIONS_AND_NORMS = [name for name in EVERYTHING if name not in SCORE_WEIGHTS]
 
 STACK_AXES = (0, 1)
-"""Axes on which layers may be stacked: a bias, of one axis, has only these two places for it."""
+"""Axes on which layers may be stacked: a bias, of one axis, has only these two axes for it."""
 
 WHOLE_WEIGHTS = (
     *SCORE_WEIGHTS,
@@ -108,7 +108,7 @@ ENTRY = re.compile(r"\[\d+\]\Z")
 
 GROUP = r"(?:[nhdep1]|\([nhdep](?: [nhdep])*\))"
 AXES = re.compile(rf"{GROUP}(?: {GROUP})*")
-"""Axes of tensors with heads: letters, those of one axis in parentheses."""
+"""Axes of tensors with heads: letters, the letters of one axis in parentheses."""
 
 EXAMPLES = {
     "weight": "'(n h) d'",
@@ -214,7 +214,8 @@ def _tensor_from_table(name: str, entry: object, where: str) -> Tensor:
     if "{n}" in name and (holds == "out" or len(holds) > 1):
         rule = f"be one of {and_listed(LETTERS)}, because each head has its own tensor"
         raise InputError(f"the key {key}.holds", rule, repr(holds), where=where)
-    # The axes show the kind: a bias has no axis of inputs, and that of `out` only one of outputs.
+    # The axes show the kind: a bias has no axis of inputs, and the bias of `out` has only one of
+    # outputs.
     axis_of_weights = "d"
     if holds == "out":
         axis_of_weights = "h"

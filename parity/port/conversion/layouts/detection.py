@@ -61,7 +61,7 @@ def shorten(names: Iterable[str]) -> str:
 
 
 def _not_of(layout: Layout, got: str) -> LayoutMismatchError:
-    return LayoutMismatchError("tensors", f"be those of {layout.name}", got)
+    return LayoutMismatchError("tensors", f"fit {layout.name}", got)
 
 
 def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
@@ -320,7 +320,7 @@ def stack_sizes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> dict[i
     """Count the layers of a stack by the axis that they may be stacked on; None for a single layer.
 
     The number of axes decides: a stacked tensor has one more than the layout declares. Layers are
-    stacked on the first axis, as `scan` and `vmap` store them, or on that of the layout.
+    stacked on the first axis, as `scan` and `vmap` store them, or on the layout's axis.
 
     Raises:
         ValueError: if the tensors are not of the layout, or not all of one stack.
@@ -403,9 +403,9 @@ def find_spec(
         if hints.counts and not reasons:
             of_other_heads, _ = _fitting(present, own_shapes, layout, LayerHints(rope=hints.rope))
             if of_other_heads:
-                rule = f"be those of {layout.name}: {_options(of_other_heads)}"
+                rule = f"fit {layout.name}: {_options(of_other_heads)}"
                 raise HeadsMismatchError("the heads", rule, hints.counts)
-        rule = f"be those of a layer in {layout.name}"
+        rule = f"fit a layer in {layout.name}"
         if reasons:
             rule += f" ({reasons[0]})"
         raise LayoutMismatchError("shapes", rule, str(own_shapes))
@@ -418,7 +418,7 @@ def find_spec(
 
 
 def _check_no_others(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
-    """Reject tensors such as norms, whose place in the computation shapes do not show."""
+    """Reject tensors such as norms, whose role in the computation shapes do not show."""
     others = sorted(names_of(layout.others, shapes))
     if not others:
         return
@@ -476,7 +476,7 @@ def _fitting(
         }
         try:
             without_rope = AttentionSpec(**fields)
-            # Shapes are tested first, so that no reason is that of a layer with other shapes. Only
+            # Shapes are tested first, so that no reason is about a layer with other shapes. Only
             # the padding of heads depends on RoPE.
             if not layout.padded and not _has_shapes(without_rope, present, shapes, layout):
                 continue
@@ -590,7 +590,7 @@ def _weight_of_queries(present: Iterable[Tensor]) -> Tensor:
 
 
 def _head_dims(num_rows: int, layout: Layout, hints: LayerHints) -> list[int]:
-    """Return head sizes to try: that of the hints, or all that divide the rows when padded."""
+    """Return head sizes to try: from the hints, or all that divide the rows when padded."""
     if hints.head_dim is not None:
         return [hints.head_dim] if hints.head_dim > 0 else []
     # Each of two halves may be padded by up to TILE - 1 features, and a half has an odd one more.
@@ -615,10 +615,8 @@ def _check_shapes(
     """Reject impossible shapes before any head counts are tried."""
     num_axes = _num_axes(present, shapes)
     if any(len(shape) != num_axes[name] for name, shape in shapes.items()):
-        raise LayoutMismatchError(
-            "shapes", f"be those of a layer in {layout.name}", str(dict(shapes))
-        )
-    rule = f"be those of a layer in {layout.name}, of sizes from 1 to {MAX_SIZE}"
+        raise LayoutMismatchError("shapes", f"fit a layer in {layout.name}", str(dict(shapes)))
+    rule = f"fit a layer in {layout.name}, of sizes from 1 to {MAX_SIZE}"
     for name, shape in shapes.items():
         if not all(1 <= size <= MAX_SIZE for size in shape):
             raise LayoutMismatchError("shapes", rule, {f"{name}.shape": shape})

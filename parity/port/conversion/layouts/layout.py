@@ -47,7 +47,7 @@ class Tensor:
         holds: the projections in it: `out`, or letters of `q`, `k`, `v` and `g` (the gate) in
             storage order, such as `qkv` or `kv`. For kind `whole`, the canonical name of its single
             weight.
-        kind: `weight`, `bias`, or `whole`: a weight without heads, such as that of a norm.
+        kind: `weight`, `bias`, or `whole`: a weight without heads, such as the weight of a norm.
         axes: its axes, outermost first, in einops notation: n heads (of all projections in it), h
             features of a head, d input width, e output width. In `(n h) d` the rows are the
             features of all heads, head by head. In `p n d h` the axis p runs over projections with
@@ -181,8 +181,8 @@ class Layout(JsonRecord):
         prefixes: prefixes of such layers in whole checkpoints; `{i}` stands for the number of a
             layer.
         prefix: the only prefix that its layers have; a conversion uses it unless the caller passes
-            another one. Empty: layers may have any.
-        needs_spec: whether shapes alone never identify such a layer, or would suggest another
+            a different one. Empty: layers may have any.
+        needs_spec: whether shapes alone never identify such a layer, or would suggest a different
             layout.
         carries: features that the module computes or a configuration specifies, although weights do
             not show them: names of `CARRIED`.
@@ -269,7 +269,7 @@ class Layout(JsonRecord):
 
         Args:
             name: the name after the prefix.
-            others: names (with wildcards) that are not weights, besides those of the layout.
+            others: names (with wildcards) that are not weights, besides the names of the layout.
         """
         return matches_any(name, (*OTHERS, *self.ignored, *others))
 
@@ -281,7 +281,7 @@ class Layout(JsonRecord):
         return None
 
     def is_grid_bias(self, name: str) -> bool:
-        """Return whether a name under the prefix of a layer is that of a bias on a grid."""
+        """Return whether a name under the prefix of a layer is the name of a bias on a grid."""
         return matches_any(name, self.grid_biases)
 
 
@@ -473,7 +473,7 @@ def _carried(spec: AttentionSpec) -> dict[str, Any]:
 def unused_in(layout: Layout, spec: AttentionSpec) -> set[str]:
     """Return the names of tensors that a layer may have but does not compute with.
 
-    These are the keys and values of a layer that shares those of another one: files of Gemma 3n
+    These are the keys and values of a layer that shares another layer's: files of Gemma 3n
     have them.
     """
     if not spec.shared_kv:

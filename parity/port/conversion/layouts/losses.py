@@ -61,7 +61,7 @@ def check_losses(
         layers: the layers to write.
         target: layout to write.
         drop: losses that the caller accepts, by name.
-        fill_bias: the caller accepts biases of zeros.
+        fill_bias: the caller accepts zero biases.
 
     Raises:
         LossyError: if the caller can accept the losses; the remedy is how.
@@ -79,7 +79,7 @@ def check_losses(
         obstacle = _obstacle(accepted, target)
         if obstacle is None:
             continue
-        # Perhaps more features, or biases of zeros, would help: only then is there a remedy.
+        # Perhaps more features, or zero biases, would help: only then is there a remedy.
         reduced = without(spec, lost)
         remaining = _obstacle(reduced, target)
         if remaining is not None:
@@ -120,7 +120,7 @@ def _acceptable(
         advice.append("leaves them out" if len(names) > 1 else "leaves it out")
     if biases:
         remedy["fill_bias"] = True
-        advice.append("adds biases of zeros")
+        advice.append("adds zero biases")
     rule = ", and ".join(dict.fromkeys(rules))
     got = {**features, **biases}
     return LossyError("the layer", rule, got, remedy=remedy, hint=" and ".join(advice))

@@ -112,7 +112,7 @@ _MAXTEXT = [
     _maxtext_of_parts(4),
     _maxtext_of_parts(8),
     _maxtext(
-        ".GPT-3",  # its scale differs from that of the same names in maxtext
+        ".GPT-3",  # its scale differs from the scale of the same names in maxtext
         "fused_qkv of GPT-3: qkv_proj.kernel (in, 3, N, H), or query, key, value as in maxtext; "
         "out.kernel, scan",
         "models/gpt3.py, Gpt3MultiHeadAttention",

@@ -131,7 +131,7 @@ OF_TRANSFORMERS = [
     ),
     _layout(
         "ViT-5",
-        "q_proj, k_proj, v_proj, o_proj: modules of transformers 5, whose files are those of "
+        "q_proj, k_proj, v_proj, o_proj: modules of transformers 5, whose files are as in "
         "transformers.ViT",
         "vit",
         separate(*OF_LLAMA),

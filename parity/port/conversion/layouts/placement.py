@@ -1,7 +1,7 @@
 """The placement of an attention layer in a layout: shapes of tensors, and conversion both ways.
 
 Both directions follow from the layout's declaration. A canonical weight in a tensor is a view of
-it, whose elements, in C order, are those of the weight. Writing through the view is one direction,
+it, whose elements, in C order, are the weight's. Writing through the view is one direction,
 reading from it the other. So no step may copy: axes are split, moved and cut, but never joined.
 """
 
@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """A layer in the tensors of a layout: those of one form, and its optional tensors."""
+    """A layer in the tensors of a layout: the tensors of one form, and its optional ones."""
 
     layout: Layout
     spec: AttentionSpec
@@ -180,7 +180,7 @@ class Placement:
             if axis in axes.split():
                 sizes[axis] = self._sizes[tensor][axis]
         if tensor.has_projection_axis:
-            # Projections are selected: joining their axis with that of heads might copy.
+            # Projections are selected: joining their axis with the axis of heads might copy.
             projections = einops.rearrange(array, f"{tensor.axes} -> p {axes}", **sizes)
             return projections[tensor.parts.index(name)]
         heads = einops.rearrange(array, f"{tensor.axes} -> {axes}", **sizes)

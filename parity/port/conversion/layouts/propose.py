@@ -30,7 +30,7 @@ AXES = (
     ("n d h", "n h e"),
     ("n h d", "e n h"),
 )
-"""Usual axes of a projection and of the output, in the order in which they are tried: those of
+"""Usual axes of a projection and of the output, in the order in which they are tried: the names of
 torch; of Flax without and with an axis of heads; of Gemma in JAX; of torch with an axis of heads.
 """
 
@@ -260,7 +260,7 @@ def _roles_by_name(tensors: Shapes) -> _Roles:
             roles.add_weight(name, holds, tensors)
     _add_output(roles, outputs, tensors)
     if "out" in roles.weights.values() and "out" not in roles.biases.values():
-        # The bias may have another name than its weight, such as `bo` for `wo`.
+        # The bias may have a different name than its weight, such as `bo` for `wo`.
         of_other_weights = []
         for name in outputs:
             if name not in roles.weights:
@@ -300,7 +300,7 @@ def _projections_in(words: Iterable[str]) -> str:
 
 
 def _add_output(roles: _Roles, named: list[str], tensors: Shapes) -> None:
-    """Add the output: the weight named so, or else one of another name that fits; or none.
+    """Add the output: the weight named so, or else one of a different name that fits; or none.
 
     Args:
         roles: the roles of queries, keys and values, to which the output is added.
@@ -339,13 +339,13 @@ def _has_size_of_output(name: str, roles: _Roles, tensors: Shapes) -> bool:
         packed = sum(sizes[holds] for holds in sizes if holds != "out")
         return size < packed <= 3 * size
     if sizes.get("k") and "v" in sizes:
-        # Values may have another head size than keys.
+        # Values may have a different head size than keys.
         return size * sizes["k"] == sizes["q"] * sizes["v"]
     return size == sizes["q"]
 
 
 def _possible_matrices(tensors: Shapes) -> list[str]:
-    """Return the names of weights that are not those of an MLP or an embedding, by their names."""
+    """Return the names of weights that do not belong to an MLP or an embedding, by their names."""
     names = []
     for name, shape in tensors.items():
         if len(shape) > 1 and not OF_OTHERS.search(name.lower()):
@@ -446,7 +446,7 @@ def _fits(tensors: Shapes, roles: _Roles, layout: Layout) -> bool:
             shapes[name] = shape
     try:
         if stack_sizes(shapes, layout) is not None:
-            # Under a number, the additional axis is that of heads: layers are already numbered.
+            # Under a number, the additional axis is the axis of heads: layers are already numbered.
             if "{i}" in layout.prefix:
                 return False
             shapes = without_axis(0, shapes)
@@ -544,5 +544,5 @@ def _lines(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return text as a string of TOML, whose escapes include those of JSON."""
+    """Return text as a string of TOML, whose escapes include JSON's."""
     return json.dumps(text, ensure_ascii=False)

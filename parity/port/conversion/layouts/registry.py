@@ -1,4 +1,6 @@
-"""All layouts by name: those of this package, and those that users and other packages register."""
+"""All layouts by name: the ones of this package, and the ones that users and other packages
+register.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ LayoutSource = Layout | Mapping[str, Any] | str | os.PathLike[str]
 def register_layout(layout: LayoutSource) -> Layout:
     """Make a layout known by its name, in this process, to every function that takes a layout.
 
-    It replaces a layout that was registered under its name before, so that a table can be edited
+    It replaces a layout that was registered earlier under its name, so that a table can be edited
     and registered again.
 
     Args:
@@ -39,7 +41,8 @@ def register_layout(layout: LayoutSource) -> Layout:
     Raises:
         OSError: if the file cannot be read.
         TypeError: if it has a wrong type.
-        ValueError: if the table is not one of a layout, or a layout of this package has its name.
+        ValueError: if the table does not describe a layout, or a layout of this package has its
+            name.
 
     Example:
         >>> qkv = {"holds": "qkv", "axes": "d (n h)"}

@@ -52,7 +52,7 @@ def _gguf(name: str, words: str, **options: Any) -> Layout:
 _TABLE = [
     Layout(
         "canonical",
-        "the form that conversions go through; that of mha_torch's modules",
+        "the form that conversions go through; the form of mha_torch's modules",
         "parity/measure/core/weights.py",
         with_and_without_out(separate("q_proj", "k_proj", "v_proj", "out_proj")),
         others=optional(EVERYTHING),
@@ -89,7 +89,7 @@ _TABLE = [
     ),
     Layout(
         "torch.nn.MultiheadAttention",
-        "PyTorch's module: in_proj_weight, or three weights if key and value have another width",
+        "PyTorch's module: in_proj_weight, or three weights if key and value differ in width",
         "torch/nn/modules/activation.py",
         (
             (Tensor("in_proj_weight", "qkv", "weight", ROWS), _TORCH_BIAS, *_TORCH_OUT),

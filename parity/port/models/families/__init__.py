@@ -7,7 +7,7 @@ and `latents` the rest. To find a family, search for its `model_type`. `usual` h
 A family has a rule for each field of `AttentionSpec`: a constant, or a function that reads it.
 
 Source: the modules of transformers 5.23; tests compare layers of these specifications with them.
-Numbers, such as those of `every(4)` and `fraction=0.25`, are the defaults of their configurations.
+Numbers, such as in `every(4)` and `fraction=0.25`, are the defaults of their configurations.
 """
 
 from __future__ import annotations

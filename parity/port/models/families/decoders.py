@@ -218,8 +218,8 @@ def _width_of_hunyuan(layer: ConfigLayer) -> Value:
 
 
 def _rope_of_hunyuan(layer: ConfigLayer) -> Value:
-    """Return the RoPE of HunYuan: with an `alpha`, "dynamic" is plain RoPE with another base, for
-    any length.
+    """Return the RoPE of HunYuan: with an `alpha`, "dynamic" is plain RoPE with a different base,
+    for any length.
     """
     values = rope_section(layer.config)
     alpha = None if values is None else values.find("alpha")
@@ -229,7 +229,7 @@ def _rope_of_hunyuan(layer: ConfigLayer) -> Value:
     kind = values.find("rope_type", "type")
     if kind is None or kind.value != "dynamic":
         other_kind = None if kind is None else kind.value
-        raise InputError("alpha", "be that of rope_type dynamic", repr(other_kind))
+        raise InputError("alpha", "be the scaling of rope_type dynamic", repr(other_kind))
     # transformers ignores these keys if there is an alpha, so they count as read.
     values.find("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     base = values.find("rope_theta") or layer.config.read("rope_theta")
@@ -262,8 +262,8 @@ def _window_of_modernbert_decoder(layer: ConfigLayer) -> Value:
 
 
 def _rope_of_cohere2_moe(layer: ConfigLayer) -> Value:
-    """Return RoPE for layers with a window, and for those of the dense prefix if all of it has full
-    attention.
+    """Return RoPE for layers with a window, and for layers of the dense prefix if all of it has
+    full attention.
     """
     # Keys of all layers are read, so that they count as read whatever the kind of this one.
     rotation = rope(pairs="interleaved")(layer)

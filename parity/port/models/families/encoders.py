@@ -51,7 +51,7 @@ BERT: dict[str, Any] = {
     "is_causal": is_decoder,
 }
 ABSOLUTE = {"position_embedding_type": "absolute"}
-"""Models with another value have scores that depend on distance."""
+"""Models with any other value have scores that depend on distance."""
 
 
 def _window_of_modernbert(layer: ConfigLayer) -> Value:

@@ -65,7 +65,7 @@ def _kind_of_minimax(config: Config, index: int) -> str:
 
 
 def _kind_of_jamba(config: Config, index: int) -> str:
-    """Return the kind of a layer: attention at one place of each period."""
+    """Return the kind of a layer: attention at one position of each period."""
     period = config.read("attn_layer_period", default=8)
     offset = config.read("attn_layer_offset", default=4)
     if index % as_count(period.origin, period.value) == offset.value:

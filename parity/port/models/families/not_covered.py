@@ -61,7 +61,7 @@ SENSES: dict[str, str] = {
     "adds biases or scores for positions on a page": (
         "bros layoutlmv2 layoutlmv3 layoutxlm lilt udop"
     ),
-    "orders the axes of its RoPE in another way (mrope_section)": "ernie4_5_vl_moe_text",
+    "orders the axes of its RoPE differently (mrope_section)": "ernie4_5_vl_moe_text",
     "rotates by positions on two or three axes, each with its own frequencies": (
         "cohere_compass_vision dinov3_vit dots3_note_vision_encoder edgetam_video efficientloftr "
         "eomt_dinov3 ernie4_5_vl_moe_vision exaone4_5_vision gemma4_vision glm4v_moe_vision "
@@ -84,7 +84,7 @@ SENSES: dict[str, str] = {
         "table-transformer"
     ),
     "rounds queries, keys and probabilities to integers (quant_mode)": "ibert",
-    "computes queries and keys from another input than values (use_bottleneck)": "mobilebert",
+    "computes queries and keys from a different input than values (use_bottleneck)": "mobilebert",
     "has other queries for words over entities (use_entity_aware_attention)": "luke",
     "predicts several tokens at once, in streams of n-grams": "prophetnet",
     "adds biases computed from pairs of residues (pair_bias_proj)": "esmfold2",

@@ -58,8 +58,8 @@ def family(
 
 
 def stack(*bases: Mapping[str, Any], **fields: Any) -> Stack:
-    """Return a stack of layers with the usual fields, except for those of the bases and then these;
-    also accepts fields of `Stack`.
+    """Return a stack of layers with the usual fields, except for the fields of the bases and then
+    these; also accepts fields of `Stack`.
     """
     of_spec = dict(USUAL)
     for overrides in (*bases, fields):

@@ -107,7 +107,7 @@ def test_documented_behavior_is_a_note():
     assert len(set(answer.by_path.values())) > 1
 
 
-# Layers of mha_jax answer like those of mha_torch, and test_run, test_cache_mha and test_fused
+# Layers of mha_jax answer like the layers of mha_torch, and test_run, test_cache_mha and test_fused
 # compare both: here only the layer with a cache, and the fused path.
 IN_JAX = ["mha_jax.MultiHeadAttentionWithCache", "mha_jax.fused", "mha_jax.contained"]
 NAN_SEEN = ("propagates", "as in the framework, as documented")
@@ -396,7 +396,7 @@ def test_ignored_strides_are_found():
     """Attention that ignores strides has a different result for strided inputs."""
     assert (
         examine_toy("torch", "strided", ["strided inputs"])["strided inputs"].words
-        == "another result"
+        == "a different result"
     )
 
 

@@ -238,7 +238,7 @@ def test_mutate_finds_module_of_apply():
 
 
 def test_framework_is_found_by_params():
-    """The framework of a function is that of its weights, torch or JAX."""
+    """The framework of a function is its weights', torch or JAX."""
 
     def function(params, x):
         return params, x
@@ -278,8 +278,8 @@ def test_conformance_accepts_params(own, capsys):
 
 
 def test_diagnose_accepts_params(own, capsys):
-    """`diagnose` passes `--params` to a function of weights, else those of the file, by names of the
-    canonical layout that this function does not know; it rejects `--params` for two files.
+    """`diagnose` passes `--params` to a function of weights, else the weights of the file, by names
+    of the canonical layout that this function does not know; it rejects `--params` for two files.
     """
     q, k, v = np.load("weights.npy")
     weights = {

@@ -78,7 +78,7 @@ def given_by(problem, name=None):
 
 
 def patterns_of(diagnosis):
-    """Return the simplest pattern of each stage that has patterns, and its numbers."""
+    """Return the simplest pattern of each stage that has patterns, and its values."""
     found = [each.description for each in diagnosis.findings if each.description is not None]
     return {each.patterns[0].name: each.patterns[0].numbers for each in found if each.patterns}
 
@@ -106,7 +106,7 @@ SHOWN_BY = {
     "rows and all keys": ("bert", "scale-missing"),
     "rows of other sequences": ("bert", "batch-as-tokens"),
     "the other queries as one row": ("bert", "softmax-over-queries"),
-    "that of cross-attention": ("cross", "softmax-over-queries"),
+    "the softmax of cross-attention": ("cross", "softmax-over-queries"),
     "keys that are not made": ("bert", "k_proj-transposed"),
     "rows of the weights of others": ("bert", "fused-qkv-read-per-head"),
 }
@@ -241,7 +241,7 @@ def test_verdict_is_reproducible(problems):
 
 
 def test_correct_stages_pass_at_size(problems):
-    """Correct stages have the kind `none`, or `convention` with another axis order of k."""
+    """Correct stages have the kind `none`, or `convention` with a different axis order of k."""
     given = given_by(problems["llama"])
     assert diagnose(given, problems["llama"]).kind == "none"
     assert (
@@ -442,7 +442,7 @@ def test_absorbed_projections_are_exact(spec, name):
 
 
 def test_repacked_weights_need_no_product(problems, work):
-    """q, k and v of packed weights read per head are remembered products in another order."""
+    """q, k and v of packed weights read per head are remembered products in a different order."""
     problem, remembered = problems["bert"], Remembered()
     made = next(each for each in bugs_for(problem.case) if each.name == "fused-qkv-read-per-head")
     base = remembering(remembered)

@@ -27,7 +27,7 @@ def bug(name):
 
 
 def stages_with(in_prompt, in_steps):
-    """Return the stages of a layer with one bug in its first call, and another one in the later
+    """Return the stages of a layer with one bug in its first call, and a different one in the later
     calls.
     """
     of_prompt = edited_layer(PROBLEM, "float32", [bug(in_prompt)]).steps()

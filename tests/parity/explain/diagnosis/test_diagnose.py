@@ -137,8 +137,9 @@ NEAREST = {
 
 
 ALIKE = {"padding-of-queries", "padding-off-by-one", "own-mask-padding-visible"}
-"""Bugs that differ from others only in padding, which is not compared, or not at all if a mask hides
-padding alone."""
+"""Bugs that differ from others only in padding, which is not compared, or not at all if a mask
+hides padding alone.
+"""
 
 ONE_A_CODE = one_a_code(ALL, lambda each: bug(CASE_OF[each[0]], each[1]).overrides)
 
@@ -177,7 +178,7 @@ FIRST_OF = {
 }
 """The first case that shows each form of each bug."""
 ROUNDED = {("trained-anarcii-causal", f"{name}-float16") for name in ("softmax", "attn-weights")}
-"""Cases in which an attention weight halfway between two float16 numbers is rounded the other
+"""Cases in which an attention weight halfway between two float16 values is rounded the other
 way.
 """
 IN_CASES = [
@@ -343,8 +344,8 @@ def test_fused_path_bug_names_its_path(monkeypatch):
 
 
 def test_mask_wrong_only_in_later_calls():
-    """A mask that is wrong only in later calls is one finding: the bug, with these calls; stages that
-    were not computed from it follow.
+    """A mask that is wrong only in later calls is one finding: the bug, with these calls; stages
+    that were not computed from it follow.
     """
     problem = make_problem(CASE_OF["cached"], "float32")
     observed, wrong = (
@@ -643,8 +644,8 @@ def test_pattern_hides_no_later_bug():
 
 
 def test_pattern_must_hold_in_earlier_calls():
-    """New tokens rotated by their own factors, after a correct prompt, are one pattern: that of the
-    first wrong call.
+    """New tokens rotated by their own factors, after a correct prompt, are one pattern: the pattern
+    of the first wrong call.
     """
     spec = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
     case = Case("steps", spec, "a prompt, then tokens", seq_len=6, chunks=(4, 1, 1), capacity=8)
@@ -1167,7 +1168,7 @@ def own_layer(tmp_path, monkeypatch):
 
 def test_own_layer_gets_weights_of_model(own_layer, capsys):
     """`diagnose --model --layer` calls a function with the weights of that layer, under canonical
-    names, those of the file or of a layout, in one call or in chunks, and names its bug.
+    names, the file's names or a layout's, in one call or in chunks, and names its bug.
     """
     right = {
         "layer": "",

@@ -68,7 +68,7 @@ def compared(weights, other, spec=PLAIN):
 
 
 def reordered(weights, spec, groups=None, heads=None, qk=None, v=None):
-    """Return the same layer with its groups, heads and features in another order, in all
+    """Return the same layer with its groups, heads and features in a different order, in all
     tensors.
     """
     num_groups, of_group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
@@ -303,14 +303,19 @@ LAWS = {
         "permuted",
         "heads innermost",
     ),
-    "rows": ("v_proj.weight", lambda x: x[MANY], "permuted", "its rows in another order"),
+    "rows": ("v_proj.weight", lambda x: x[MANY], "permuted", "its rows in a different order"),
     "within-heads": (
         "v_proj.weight",
         lambda x: x[[1, 0, *range(2, 16)]],
         "permuted",
-        "another order within their heads",
+        "a different order within their heads",
     ),
-    "columns": ("q_proj.weight", lambda x: x[:, MANY], "permuted", "its columns in another order"),
+    "columns": (
+        "q_proj.weight",
+        lambda x: x[:, MANY],
+        "permuted",
+        "its columns in a different order",
+    ),
     "pairs": (
         "q_proj.weight",
         lambda x: interleaved(x, 4),
@@ -350,17 +355,17 @@ def test_changed_tensor_has_a_law(law):
 
 
 def test_features_of_odd_heads_are_reordered():
-    """Features of an odd number are not searched for pairs, and are in another order."""
+    """Features of an odd number are not searched for pairs, and are in a different order."""
     spec = AttentionSpec(15, 3, head_dim=5, qkv_bias=False)
     weights = random_weights(spec)
     order = [1, 4, 0, 3, 2, 5, 7, 6, 9, 8, 14, 10, 13, 12, 11]
     other = changed(weights, q_proj__weight=weights["q_proj.weight"][order])
     (difference,) = compare_weights(weights, spec, other, spec).differences
-    assert difference.law.words == "the first's, its rows in another order within their heads"
+    assert difference.law.words == "the first's, its rows in a different order within their heads"
 
 
 def test_bias_has_the_order_of_its_weight():
-    """A bias that fits several orders has that of the rows of its weight."""
+    """A bias that fits several orders has the order of the rows of its weight."""
     weights = random_weights(PLAIN)
     weights["q_proj.bias"][:] = 0.5
     weights["q_proj.bias"][:4] = 0.25
@@ -505,7 +510,9 @@ def test_shared_kv_fixes_keys_and_values():
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_order_of_relative_key_features(per_head):
-    """Reordered features of relative_keys are a law; with those of q and k, the same function."""
+    """Reordered features of relative_keys are a law; with features of q and k, the same
+    function.
+    """
     spec = replace(PLAIN, relative_products=RelativeProducts(2, 1, per_head=per_head))
     weights = random_weights(spec)
     other = {**weights, "relative_keys": np.ascontiguousarray(weights["relative_keys"][..., ::-1])}
@@ -513,7 +520,7 @@ def test_order_of_relative_key_features(per_head):
     words = (
         "features in the order 3 2 1 0"
         if per_head
-        else "columns in another order within their heads"
+        else "columns in a different order within their heads"
     )
     assert difference.law.words == f"the first's, its {words}"
     moved = [3, 0, 1, 2]
@@ -521,7 +528,7 @@ def test_order_of_relative_key_features(per_head):
     other = {**reordered(weights, spec, qk=moved), "relative_keys": table}
     weights = random_weights(spec)
     assert compared(weights, other, spec).how.endswith(
-        "it is the same function: features of q and k are in another order"
+        "it is the same function: features of q and k are in a different order"
     )
 
 
@@ -531,7 +538,7 @@ def test_rotated_features_are_fixed():
     moved, kept = [1, 0, 2, 3, 4, 5], [0, 1, 3, 2, 5, 4]
     assert compared(weights, reordered(weights, RICH, qk=moved), RICH).kind == "different"
     assert (
-        "features of q and k are in another order"
+        "features of q and k are in a different order"
         in compared(weights, reordered(weights, RICH, qk=kept), RICH).how
     )
 
@@ -643,7 +650,7 @@ def test_valid_order_is_same_function(drawn, is_bfloat16):
     one, two = output_of(weights, spec), output_of(other, spec)
     np.testing.assert_allclose(
         one, two, rtol=0, atol=1e-12 * np.abs(one).max()
-    )  # sums in another order, in float64
+    )  # sums in a different order, in float64
 
 
 @sample(32)

@@ -58,7 +58,7 @@ SHAPES = {
     "grad.q_proj.weight": (12, 10),
 }
 FREE = [stage for stage in SHAPES if stage != "attn_weights"]
-"""The stages that may hold any numbers."""
+"""The stages that may hold any values."""
 
 NOUNS = {"B": "sequence", "N": "head", "K": "key/value head", "T": "position"}
 
@@ -262,7 +262,7 @@ def test_slices_have_a_role_in_the_layer():
     rng = np.random.default_rng(0)
     expected = rng.standard_normal((2, 8, 6, 8))
     for where, words in (
-        (np.s_[:, 4:], "heads 4-7 (the second half), which are those of key/value head 1"),
+        (np.s_[:, 4:], "heads 4-7 (the second half), which share key/value head 1"),
         (np.s_[..., :6], "features 0-5 (of 8), which are those that RoPE rotates"),
         (np.s_[..., 6:], "features 6-7 (of 8), which are those that RoPE does not rotate"),
     ):
@@ -308,7 +308,7 @@ def test_random_errors_have_no_pattern(stage, seed, size, where):
 @pytest.mark.parametrize("size", [1e-7, 1e-3, 1e-2])
 @pytest.mark.parametrize("stage", SHAPES)
 def test_errors_over_budget_have_no_pattern(stage, size):
-    """Random errors of 1.2 to 10 times the budget have no pattern, even one of many numbers."""
+    """Random errors of 1.2 to 10 times the budget have no pattern, even one of many parameters."""
     for seed in range(20):
         for beyond in (1.2, 2.0, 10.0):
             expected, rng = drawn(stage, seed)
@@ -522,14 +522,14 @@ def test_any_order_of_any_axis_is_found(stage, axis, seed):
         ("q", 1, [3, 2, 1, 0], "heads are in reverse order"),
         ("q", 1, [0, 2, 1, 3], "heads 1 and 2 are exchanged"),
         ("q", 1, [3, 0, 1, 2], "heads are rolled by 1"),
-        ("q", 1, [0, 0, 0, 0], "heads are all those of 0"),
-        ("q", 1, [0, 1, 0, 1], "heads 2 3 are those of 0 1"),
+        ("q", 1, [0, 0, 0, 0], "heads are all taken from 0"),
+        ("q", 1, [0, 1, 0, 1], "heads 2 3 are taken from 0 1"),
         ("q", 3, [4, 5, 6, 7, 0, 1, 2, 3], "features are exchanged by halves"),
         ("q", 3, [0, 2, 4, 6, 1, 3, 5, 7], "features are in halves, 0 2 4"),
         ("q", 3, [0, 4, 1, 5, 2, 6, 3, 7], "features are interleaved, instead of in halves"),
         ("q", 3, [1, 0, 3, 2, 5, 4, 7, 6], "features are exchanged with their neighbors"),
         ("q", 2, [5, 4, 3, 2, 1, 0], "positions are in reverse order"),
-        ("q", 2, [0, 0, 1, 2, 3, 4], "positions are those of the one before"),
+        ("q", 2, [0, 0, 1, 2, 3, 4], "positions are taken from the one before"),
         ("output", 0, [1, 0], "sequences 0 and 1 are exchanged"),
         ("output", 1, [1, 2, 3, 4, 5, 0], "positions are rolled by -1"),
         ("scores", 3, [6, 5, 4, 3, 2, 1, 0], "keys are in reverse order"),
@@ -591,15 +591,17 @@ def test_values_of_other_stage_are_found():
     def told(stage, wrong, expected):
         return described(stage, wrong, expected, rng, others=others).abouts
 
-    assert told("step1.k", v, k) == ("the values there are those of step1.v",)
+    assert told("step1.k", v, k) == ("the values there are taken from step1.v",)
     others["module.step1.k"] = others["step1.module.k"] = k + 1.0
     assert told("step1.k", k + 1.0, k) == ("1 is added to all values there",)
-    assert told("step1.k", before, k) == ("the values there are those of step0.k, of another step",)
+    assert told("step1.k", before, k) == (
+        "the values there are taken from step0.k, of another step",
+    )
     assert told("step1.k", v.swapaxes(2, 3), k) == (
-        "the values there are those of step1.v, transposed",
+        "the values there are taken from step1.v, transposed",
     )
     assert told("step1.q", np.repeat(k, 2, axis=1), q) == (
-        "the values there are those of step1.k, its heads repeated",
+        "the values there are taken from step1.k, its heads repeated",
     )
 
 
@@ -732,14 +734,14 @@ def test_wrong_masks_have_a_pattern():
 @settings(deadline=None, max_examples=50)
 @given(seeds)
 def test_random_masks_have_no_pattern(seed):
-    """A random mask instead of another one has no pattern."""
+    """A random mask instead of the right one has no pattern."""
     rng = np.random.default_rng(seed)
     wrong, right = rng.random((2, 2, 4, 5, 6)) < 0.4
     assert describe("mask", wrong, right, EXACT).abouts == ()
 
 
 def test_one_moved_value_is_not_an_order():
-    """One value equal to that of another place has no pattern, in a mask or in q."""
+    """One value equal to one at a different position has no pattern, in a mask or in q."""
     right = causal(6, 6).astype(bool)
     wrong = right.copy()
     wrong[1, 2, 3, 3] ^= True
@@ -812,7 +814,7 @@ def test_wrong_narrow_values_are_a_sign():
 
 
 def test_narrow_sized_errors_are_a_sign():
-    """Errors as large as those of bfloat16 have a sign, but no pattern."""
+    """Errors as large as in bfloat16 have a sign, but no pattern."""
     expected, rng = drawn("q", 0)
     wrong = expected * (1.0 + 2.0**-9 * rng.uniform(-1.0, 1.0, expected.shape))
     findings = described("q", wrong, expected, rng)
@@ -861,7 +863,7 @@ def test_unequal_shapes_raise():
         describe("q", np.zeros(3), np.zeros(2), ALLOWED)
 
 
-# ---- Numbers of the specification ----------------------------------------------------------------
+# ---- Parameters of the specification -------------------------------------------------------------
 
 ROPE = Rope(10000.0)
 SPEC = AttentionSpec(64, 4, num_kv_heads=2, rope=ROPE)
@@ -1113,7 +1115,9 @@ def test_theta_of_latents_is_fitted():
 
 
 def test_random_errors_fit_no_number():
-    """Random errors of three sizes at six stages have no pattern, even if numbers may be fitted."""
+    """Random errors of three sizes at six stages have no pattern, even if parameters may be
+    fitted.
+    """
     problem = make_problem(CASE, "float32")
     values = run_steps(computed(problem, SPEC).steps())
     steps = computed(problem, SPEC).steps()
@@ -1141,7 +1145,7 @@ def test_random_errors_fit_no_number():
 
 
 def test_number_of_fits_is_bounded():
-    """The search for numbers in an unexplained stage computes it at most 60 times."""
+    """The search for parameters in an unexplained stage computes it at most 60 times."""
     calls = []
 
     def recompute(change):

@@ -210,7 +210,7 @@ def test_shifted_value_tokens_have_a_pattern():
     [
         (lambda b: -b, "subtracted"),
         (lambda b: b.swapaxes(2, 3), "transposed"),
-        (lambda b: np.broadcast_to(b[:, :1], b.shape), "that of the first head"),
+        (lambda b: np.broadcast_to(b[:, :1], b.shape), "the first head's"),
         (
             lambda b: np.ascontiguousarray(b.swapaxes(0, 1)).reshape(b.shape),
             "read as (B, N) instead of (N, B)",
@@ -234,7 +234,7 @@ def test_mask_of_first_head_has_a_pattern():
     wrong = run(
         replace(problem, inputs={**problem.inputs, "mask": np.repeat(mask[:, :1], 3, axis=1)})
     )
-    assert "the mask is that of the first head" in abouts_of(
+    assert "the mask is the first head's" in abouts_of(
         problem, {"output": wrong["output"]}, "output"
     )
 
@@ -289,7 +289,7 @@ PRODUCTS = {
                 lambda v: {"context": v["attn_weights"] @ v["v"][:, [1, 1, 2, 2, 0, 0]]}
             )
         },
-        "the values used are those of the next group",
+        "the values used are the next group's",
     ),
     "values of any": (
         GROUPED,
@@ -333,8 +333,8 @@ def test_error_before_rope_has_a_pattern():
 
 
 def test_norm_over_tokens_has_a_pattern():
-    """A norm over tokens is recognized; by another mean, it has a pattern before RoPE, of a number
-    per token and feature.
+    """A norm over tokens is recognized; by a different mean, it has a pattern before RoPE, of a
+    number per token and feature.
     """
     problem = make_problem(NORMED, "float32")
 

@@ -1,4 +1,6 @@
-"""Gradients are diagnosed: bugs of the backward pass are named, those of the forward pass too."""
+"""Gradients are diagnosed: bugs of the backward pass are named, and so are bugs of the forward
+pass.
+"""
 
 from dataclasses import replace
 
@@ -43,7 +45,7 @@ def gradients_of(problem, *edits):
 
 
 def alone(gradients):
-    """Return the gradients without those of stages that few people record."""
+    """Return the gradients without gradients of stages that few people record."""
     return {name: x for name, x in gradients.items() if name[5:] not in (*RECORDED, *"qkv")}
 
 
@@ -55,7 +57,9 @@ def bug_named(case, name):
 @sample(where=lambda case: case is PLAIN)
 @pytest.mark.parametrize("case", [RICH, PLAIN, CAPPED], ids=lambda case: case.name)
 def test_bugs_of_backward_pass_are_named(case):
-    """Each bug that changes a gradient is named from gradients alone, or listed as an alternative."""
+    """Each bug that changes a gradient is named from gradients alone, or listed as an
+    alternative.
+    """
     problem = parity.make_problem(case, "float32")
     right = gradients_of(problem)
     names = {}
@@ -111,7 +115,7 @@ def test_wrong_training_steps_are_named(name):
     assert verdict["first"] == BUGS[name].stage
 
 
-def test_first_gradient_is_that_of_data_flow():
+def test_first_gradient_follows_data_flow():
     """The first wrong gradient is first in the backward data flow, whatever the order of names."""
     problem = parity.make_problem(RICH, "float32")
     wrong = gradients_of(problem, bug_named(RICH, "grad-stopped-at-k"))
@@ -179,7 +183,7 @@ def test_right_layer_keeps_its_dropout():
     assert np.abs(expected - reference.accumulated["grad.v_proj.weight"]).max() > 0.1
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_raise():
     """Unknown names are an error, also next to known ones, and so are gradients with a cache."""
     problem = parity.make_problem(PLAIN, "float32")
     output = problem.inputs["query"]

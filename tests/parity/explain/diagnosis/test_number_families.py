@@ -55,13 +55,13 @@ def always_slopes(slopes):
 @pytest.mark.parametrize(
     ("slopes", "words"),
     [
-        ([0.25, 0.0625, 0.015625] * 2, "those of the first 3 heads, 2 times"),
+        ([0.25, 0.0625, 0.015625] * 2, "the slopes of the first 3 heads, 2 times"),
         (1.0 / np.arange(1, 7), "1 / n"),
         ([0.31, 0.02, 0.57, 0.11, 0.23, 0.44], "0.31, 0.02, 0.57, 0.11, 0.23, 0.44 instead of"),
     ],
 )
 def test_alibi_slopes_are_named_or_fitted(slopes, words):
-    """Slopes of another formula are named, and any others fitted, from the output alone."""
+    """Slopes of a different formula are named, and any others fitted, from the output alone."""
     page, about = diagnosed(make_problem(OF_ALIBI, "float32"), slopes=always_slopes(slopes))
     assert page == "alibi"
     assert words in about

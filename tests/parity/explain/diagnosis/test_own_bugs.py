@@ -1,4 +1,4 @@
-"""Bugs that users and packages register are found, listed and rejected like those of the project."""
+"""Bugs that users and packages register are found, listed and rejected like the project's."""
 
 from dataclasses import replace
 from importlib import metadata
@@ -128,7 +128,7 @@ def test_invalid_bug_is_rejected(changed, argument):
     ],
 )
 def test_wrong_types_are_rejected(changed, argument):
-    """Arguments of another type raise a TypeError, and register nothing."""
+    """Arguments of the wrong type raise a TypeError, and register nothing."""
     with refuses_type(argument):
         register(**changed)
     assert not registry.OWN_BUGS

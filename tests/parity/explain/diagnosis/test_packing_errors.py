@@ -1,4 +1,4 @@
-"""A packed tensor read in a wrong order: both orders, or the places of rows, are named."""
+"""A packed tensor read in a wrong order: both orders, or the positions of rows, are named."""
 
 import re
 
@@ -28,7 +28,7 @@ PACKED = {
 
 
 def misread(weights, spec, layout, other):
-    """Write weights in a layout, and read them as another one, whose tensors have the same
+    """Write weights in a layout, and read them as a different one, whose tensors have the same
     shapes.
     """
     tensors = convert(weights, source="canonical", target=layout, spec=spec)

@@ -232,7 +232,7 @@ def test_rows_without_a_key_are_named(name, only):
 @pytest.mark.parametrize("mask", ["mask-flipped", "causal-excludes-self"])
 @pytest.mark.parametrize("case", ["causal", "rope-gqa"])
 def test_rows_emptied_by_mask_bug_are_named(case, mask, name):
-    """If a wrong mask leaves rows without a key, its bug and that of these rows are named."""
+    """If a wrong mask leaves rows without a key, its bug and the bug of these rows are named."""
     problem = make_problem(CASES[case], "float32")
     stages = exactly(problem, [known(CASES[case], mask), known(CASES[case], name)])
     diagnosis = diagnose(stages, problem, seconds=60.0)

@@ -99,15 +99,15 @@ def test_values_alone_are_named_as_such():
 
 @pytest.mark.parametrize("cache", ["int8", "int4"])
 def test_truncation_to_integers_is_named(cache):
-    """Numbers cut off instead of rounded are named, with and without calibrated scales."""
+    """Values cut off instead of rounded are named, with and without calibrated scales."""
     problem = problem_of(EVERY[cache].replace(dtype="int8"))
     (found,) = parity.diagnose(computed(problem, truncated), problem).findings
     assert found.bugs == ("cache-rounded-toward-zero",)
 
 
 @pytest.mark.parametrize("cache", ["int8", "e4m3", "e5m2", "int4"])
-def test_scales_of_another_axis_are_named(cache):
-    """A scale for each channel instead of another group is named."""
+def test_scales_of_wrong_axis_are_named(cache):
+    """A scale for each channel instead of a different group is named."""
     problem = problem_of(EVERY[cache])
     (found,) = parity.diagnose(computed(problem, per_channel), problem).findings
     assert found.bugs == ("cache-scale-axis",)
@@ -214,7 +214,7 @@ def test_scales_of_another_layer_are_fitted(quantization, when_read):
 
 
 def test_grids_are_alike_in_bfloat16():
-    """In bfloat16, scales of another layer do not have the name of another group."""
+    """In bfloat16, scales of another layer do not have the name of a different group."""
 
     def of_another(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
         scales = cache.scales(name, x) * 1.3

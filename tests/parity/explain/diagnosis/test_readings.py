@@ -65,7 +65,7 @@ def test_batch_and_heads_may_be_one_axis():
 
 
 def kept(values, change):
-    """Return the stages, some of them recorded in another form."""
+    """Return the stages, some of them recorded in a different form."""
     return {**values, **change(values)}
 
 
@@ -181,7 +181,7 @@ UNUSED = [0.0, 7.0, np.nan]
 
 @pytest.mark.parametrize("value", UNUSED)
 def test_padding_is_not_compared(value):
-    """Any values of padding pass; an error in the last real token is found at its place."""
+    """Any values of padding pass; an error in the last real token is found at its position."""
     problem, values = right(GQA)
     is_padding = np.arange(6)[None, :] >= np.array([4, 6])[:, None]
     for name in ("q", "k", "v", "context", "output"):
@@ -286,7 +286,7 @@ def test_weights_from_log_sum_exp_are_right(seed):
 
 
 def test_choice_keeps_float64_reference():
-    """Another choice recomputes the float32 reference and keeps the float64 one."""
+    """A different choice recomputes the float32 reference and keeps the float64 one."""
     problem = make_problem(GAIN, "float32")
     first, alone = (
         Trial(problem, {}, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP)
@@ -300,7 +300,7 @@ def test_choice_keeps_float64_reference():
 
 
 def test_replay_with_choice_is_independent():
-    """A trial with another choice has the verdict of a new one, even if noise is remeasured."""
+    """A trial with a different choice has the verdict of a new one, even if noise is remeasured."""
     made = next(bug for bug in bugs_for(GAIN) if bug.name == "scale-missing")
     problem, values = right(GAIN, "float32", made)
     rng, alone = np.random.default_rng(0), Trial(problem, values, "ieee", LOG_SUM_EXP)
@@ -330,7 +330,7 @@ def test_search_lists_untried_steps():
         + np.random.default_rng(0).standard_normal(values["output"].shape)
     }
     diagnosis = diagnose(observed, problem, seconds=0.0)
-    untried = "single bugs, pairs of bugs, numbers and parts of the layer, the nearest bugs"
+    untried = "single bugs, pairs of bugs, parameters and parts of the layer, the nearest bugs"
     assert (diagnosis.kind, diagnosis.untried) == ("unknown", untried)
     assert "Not tried: single bugs" in str(diagnosis)
     assert diagnose(observed, problem, seconds=math.inf).untried == ""
@@ -406,7 +406,7 @@ def test_first_of_two_bugs_is_the_headline():
 
 
 def test_conventions_have_ratios_below_one():
-    """Stages in another form pass with a ratio of at most 1 and the form as the reason."""
+    """Stages in a different form pass with a ratio of at most 1 and the form as the reason."""
     problem, values = right(GQA)
     _, before = right(GQA, "float32", BEFORE_ROPE)
     values = {

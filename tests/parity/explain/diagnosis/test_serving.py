@@ -1,7 +1,7 @@
 """Bugs in the bookkeeping of a batch with a cache, and in rings: each is one finding, named from
 all stages and from the outputs alone.
 
-The ports are those of tests/wild; `make nightly` diagnoses all of them.
+The ports are in tests/wild; `make nightly` diagnoses all of them.
 """
 
 import numpy as np
@@ -64,8 +64,8 @@ def test_right_port_of_bug_is_clean(name):
 
 
 def test_padding_in_cache_is_not_compared():
-    """Stages of a layer that caches padding are those of one that does not, but for unused cells:
-    the trial with it rejects none of them.
+    """Stages of a layer that caches padding equal the stages of one that does not, but for unused
+    cells: the trial with it rejects none of them.
     """
     problem = BUGS["serve-slot-late"].problem
     assert has_padding(problem.case, 1)
@@ -110,8 +110,8 @@ def test_numbers_of_tried_blocks_are_limited():
 
 
 def test_slots_without_a_token_are_listed():
-    """Slots with keys of another layer are listed as those of no token; tokens in other slots, or
-    at other positions, are not.
+    """Slots with keys of another layer are listed as belonging to no token; tokens in other slots,
+    or at other positions, are not.
     """
     bug = BUGS["serve-cache-of-another-layer"]
     reference = Reference(bug.problem)
@@ -151,9 +151,9 @@ def test_lengths_left_tell_their_number():
     assert {"2", str(case.capacity)} <= numbers
 
 
-def test_mask_that_shows_keys_is_no_leak():
-    """Weights of the softmax over more keys are those of a mask that shows these: the report names
-    them, and padding if no query may attend to them.
+def test_mask_showing_keys_is_not_a_leak():
+    """Weights of the softmax over more keys are the weights of a mask that shows these: the report
+    names them, and padding if no query may attend to them.
     """
     spec = parity.AttentionSpec(32, 4)
     case = parity.Case("shown", spec, "", seq_len=8, is_causal=True, key_padding_lengths=(8, 6))

@@ -1,4 +1,4 @@
-"""A bug that is another specification is the layer of that specification."""
+"""A bug that is a different specification is the layer of that specification."""
 
 from dataclasses import replace
 
@@ -77,7 +77,7 @@ def test_many_bugs_are_specifications(monkeypatch):
 @sample(40)
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_bug_is_its_specification(monkeypatch, name):
-    """Each bug that is another specification has every stage of that layer, bit for bit."""
+    """Each bug that is a different specification has every stage of that layer, bit for bit."""
     case = ALL_CASES[name]
     problem = make_problem(case, "float32")
     for wrong, overrides in edits_of(case, monkeypatch):
@@ -107,7 +107,7 @@ def test_bug_is_its_specification(monkeypatch, name):
     ],
 )
 def test_edit_overrides_single_methods(changes):
-    """Fields that few methods read are overridden there: the layer is that of the specification."""
+    """Fields that few methods read are overridden there: the layer computes the specification."""
     problem = make_problem(Case("edited", SPEC, "many records", batch=2, seq_len=9), "float32")
     wrong = replace(SPEC, **changes)
     edit = spec_edit(SPEC, wrong)

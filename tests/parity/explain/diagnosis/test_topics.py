@@ -14,7 +14,7 @@ NAMES = [name for name, case in CASES.items() if case.dtype is None and case.tra
 @sample(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_bugs_change_steps_of_their_topic(name):
-    """A bug changes no step but those of its topic, if all stages before a step are right.
+    """A bug changes no step except of its topic, if all stages before a step are right.
 
     Otherwise the search would not try it where it shows.
     """

@@ -66,7 +66,7 @@ def test_scaling_bug_is_named_from_any_stage(far, stages):
 
 
 def test_message_has_one_ratio(far):
-    """The only ratio of q in a message is that of the whole stage, even after sampling."""
+    """The only ratio of q in a message is the ratio of the whole stage, even after sampling."""
     observed = stages_with(far, "rope-scaling-missing", ("q", "k", "v", "output"))
     with pytest.raises(AssertionError) as raised:
         parity.assert_parity(observed, problem=far)
@@ -160,7 +160,7 @@ def test_eps_outside_norm_is_named(size, stages):
 @sample(1)
 @pytest.mark.parametrize("size", [3e-6, 1e-4])
 def test_noise_is_not_lost_precision(size):
-    """Noise as large as that of a 16-bit projection is unknown, not lost precision."""
+    """Noise as large as in a 16-bit projection is unknown, not lost precision."""
     problem = make_problem(
         Case("noise", NORMED, "", batch=1, seq_len=40, is_causal=True), "float32"
     )
@@ -262,8 +262,10 @@ def test_printed_numbers_differ(number, right, texts):
         (AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0)), 0.77, ""),
     ],
 )
-def test_theta_fits_another_exponent(spec, power, form):
-    """A theta that is equivalent to another exponent of RoPE has its formula; others have none."""
+def test_theta_fits_other_exponent(spec, power, form):
+    """A theta that is equivalent to a different exponent of RoPE has its formula; others have
+    none.
+    """
     expected = f", or the exponent {form} instead of 2 i / d" if form else ""
     assert as_exponent(10000.0**power, spec) == expected
 

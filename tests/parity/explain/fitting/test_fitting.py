@@ -1,4 +1,4 @@
-"""Tests of the fits that diagnosis and identification share: each returns the numbers that made
+"""Tests of the fits that diagnosis and identification share: each returns the parameters that made
 its input.
 """
 

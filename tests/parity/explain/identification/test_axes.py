@@ -31,7 +31,7 @@ def test_axial_rope_of_tower_is_identified(name):
         4,
         5,
         6,
-    )  # 4 or 6 positions; those of Llama 4 and Muse Spark start at 1
+    )  # 4 or 6 positions; positions of Llama 4 and Muse Spark start at 1
     assert "integers on each axis" in str(layer)
 
 

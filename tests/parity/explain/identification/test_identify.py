@@ -166,7 +166,7 @@ def test_packed_projections_are_found():
     assert layer.names["k_proj.weight"] == layer.names["q_proj.weight"] == "query_key_value.weight"
 
 
-# ---- Refusals ------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 
 def test_layer_without_softmax_is_rejected():

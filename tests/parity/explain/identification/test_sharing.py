@@ -82,7 +82,7 @@ def test_source_of_shared_kv_is_found(name):
 
 
 def test_wrong_key_source_contradicts_rules():
-    """Keys of layer 1 are identified as such, but the configuration names another layer, so the
+    """Keys of layer 1 are identified as such, but the configuration names a different layer, so the
     merged result is rejected.
     """
     kinds = ["full_attention"] * 5

@@ -207,7 +207,7 @@ def test_mask_without_causality_is_kept():
 
 def test_different_function_is_not_replaced():
     """A bug that needs our implementation raises `Unfit` if the function returns something else."""
-    with pytest.raises(Unfit, match="another result than yours"):
+    with pytest.raises(Unfit, match="a different result than yours"):
         with_bug("softmax-over-heads", Q, K, V, function=lambda *given: attention(*given) * 2)
 
 

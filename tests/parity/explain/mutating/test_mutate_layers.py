@@ -229,7 +229,7 @@ def layout_can_hold(layout, spec):
 @pytest.mark.parametrize("num_kv_heads", [2, pytest.param(HEADS, marks=pytest.mark.thorough)])
 def test_heads_are_found_in_every_layout(num_kv_heads, monkeypatch):
     """Query heads are reversed in the layout of any checkpoint, whatever its names, axes and
-    packing, as in canonical weights. Only those of TTNN have heads of whole tiles.
+    packing, as in canonical weights. Only the weights of TTNN have heads of whole tiles.
     """
     spec = AttentionSpec(WIDTH, HEADS, num_kv_heads=num_kv_heads)
     canonical = {name: torch.from_numpy(x) for name, x in random_weights(spec).items()}
@@ -251,7 +251,7 @@ def test_heads_are_found_in_every_layout(num_kv_heads, monkeypatch):
         stored = from_canonical(canonical, spec, layout)
         params = {name: torch.tensor(array) for name, array in stored.items()}
         call = Call(OF_MAPPING, (params, x, HEADS, num_kv_heads), {})
-        monkeypatch.setattr(trials, "_tried", {})  # each layout is another function
+        monkeypatch.setattr(trials, "_tried", {})  # each layout is a different function
         if layout.padded:
             with pytest.raises(Unfit, match="have shapes that no known order explains"):
                 injections_for(OF_MAPPING)[0]["q-heads-reversed"].make(call)
@@ -410,7 +410,9 @@ def out_proj_in(module):
 
 
 def test_out_proj_of_attention_is_found():
-    """The output projection is the one of attention, not that of an MLP or of a block's output."""
+    """The output projection is the one of attention, not the one of an MLP or of a block's
+    output.
+    """
     block = nn.ModuleDict(
         {"attn": Apart(), "mlp": nn.ModuleDict({"c_proj": nn.Linear(WIDTH, WIDTH)})}
     )
@@ -644,7 +646,9 @@ class WithFrequencies(Apart):
 
 
 def test_rope_frequencies_change_with_base():
-    """Frequencies in a buffer become those of base 500000; base 10000, its own, raises `Unfit`."""
+    """Frequencies in a buffer become the frequencies of base 500000; base 10000, its own, raises
+    `Unfit`.
+    """
     layer, x = WithFrequencies(), torch.zeros(BATCH, TOKENS, WIDTH)
     found = inject("rope-theta-500000", layer, x)
     torch.testing.assert_close(found, 500000.0 ** -(torch.arange(0, SIZE, 2) / SIZE))
@@ -655,7 +659,7 @@ def test_rope_frequencies_change_with_base():
 @pytest.mark.parametrize("how", ["halves", "neighbours", "once"])
 @pytest.mark.parametrize("as_pair", [True, False])
 def test_cosines_and_sines_change_with_base(how, as_pair):
-    """Cosines and sines become those of base 500000; its own base, and
+    """Cosines and sines become the ones of base 500000; its own base, and
     positions that do not start at 0, raise `Unfit`.
     """
 
@@ -688,7 +692,7 @@ def test_cosines_and_sines_change_with_base(how, as_pair):
         name: tuple(x[:, 1:] for x in value) if as_pair else value[:, 1:]
         for name, value in given.items()
     }
-    with pytest.raises(Unfit, match="not those of positions 0, 1, 2"):
+    with pytest.raises(Unfit, match="do not belong to positions 0, 1, 2"):
         make(Call(view, (torch.zeros(1, TOKENS - 1, WIDTH),), later))
 
 

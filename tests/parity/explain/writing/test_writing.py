@@ -275,7 +275,7 @@ def sources() -> dict[str, str]:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_cases_cover_both_branches(framework):
     """Both outcomes of each condition of a template occur in EACH_BRANCH, so that no part may be
-    wrong unseen. These cases run in each framework; those of ttnn in `tests/siblings/mha_tt`.
+    wrong unseen. These cases run in each framework; the cases of ttnn in `tests/siblings/mha_tt`.
     """
     outcomes: dict[str, set[bool]] = {}
     for name in EACH_BRANCH:
@@ -459,7 +459,7 @@ def scaled(x: float, bias: float, power: int) -> float:
         bias: another number,
             which is added.
     """
-    # The factor is that of the width.
+    # It is the factor of the width.
     factor = math.sqrt(WIDTH * DEPTH) * spec["factor"]
     if has_bias and spec["width"] > 2:
         x = shifted(x, bias)
@@ -508,7 +508,7 @@ def test_template_keeps_needed_parts():
         '"""A module."""\n\nimport math\n\nWIDTH = 2\n\n\n'
         "def scaled(x: float, power: int) -> float:\n"
         '    """Scale.\n\n    Args:\n        x: a number.\n    """\n'
-        "    # The factor is that of the width.\n    factor = math.sqrt(WIDTH * WIDTH) * 0.5\n"
+        "    # It is the factor of the width.\n    factor = math.sqrt(WIDTH * WIDTH) * 0.5\n"
         "    x = 2 * x  # doubled\n    return pow(factor * x, power)\n"
     )
     absent = object()

@@ -75,7 +75,7 @@ def difference_on(card, case, dtype, arithmetic="tensix"):
 NAMES = [name for name, case in CASES.items() if case.dtype is None]
 
 
-# Each case in one of the dtypes; trained layers, whose numbers have very different sizes, in both.
+# Each case in one of the dtypes; trained layers, whose values have very different sizes, in both.
 @sample(24, where=lambda case: case in QUICK and "trained" not in case)
 @pytest.mark.parametrize(
     ("case", "dtype"),
@@ -257,7 +257,7 @@ def test_hifi2_arithmetic_rejects_lofi(case):
 
 
 def test_block_shares_an_exponent():
-    """bfloat8_b rounds each block of 16 numbers to the exponent of its largest one."""
+    """bfloat8_b rounds each block of 16 values to the exponent of its largest one."""
     arithmetic = Arithmetic(dtype_named("bfloat16"), "tensix-bfloat8_b")
     x = np.array(
         [[64.0, 1.0, 0.5, 0.25, -3.6] + [0.0] * 11 + [1.0, 1 + 2**-6, 1 + 2**-7]], np.float32
@@ -331,7 +331,7 @@ def test_fidelity_is_named_from_kernels(case, fidelity, names, path):
 
 
 def test_shuffled_lofi_error_is_unknown(rng):
-    """The errors of LoFi at shuffled places are unknown: no fidelity is named."""
+    """The errors of LoFi at shuffled positions are unknown: no fidelity is named."""
     problem = make_problem(CASES["full"], "bfloat16")
     right = np.asarray(Reference(problem).accumulated["output"], np.float64)
     lofi = RECORDED["full/LoFi/plain"].view(dtype_named("bfloat16")).astype(np.float64)

@@ -89,7 +89,7 @@ def test_small_gain_fails_by_its_slope(rng, dtype, gain):
     assert np.sqrt(np.mean(errors**2)) <= allowed["rms"]
 
 
-def test_slope_is_that_of_least_squares(expected, rng):
+def test_slope_matches_least_squares(expected, rng):
     """The slope is the least-squares gain times the rms, and 0 for an orthogonal error."""
     counted = np.ones(expected.shape, bool)
     size = np.sqrt(np.mean(expected**2))
@@ -152,7 +152,7 @@ def test_empty_array_fails():
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, np.complex64, np.bool_])
 def test_wrong_stage_dtype_fails(expected, dtype):
-    """A float32 stage in another dtype fails, with both dtypes as the reason."""
+    """A float32 stage in the wrong dtype fails, with both dtypes as the reason."""
     comparison = parity.measure.core.compare.compare(
         expected.astype(dtype), expected, expected, Label(**ABOUT)
     )
@@ -161,7 +161,7 @@ def test_wrong_stage_dtype_fails(expected, dtype):
 
 
 def test_floating_point_mask_fails(expected):
-    """A mask of floating-point numbers fails, with the dtype as the reason."""
+    """A mask of floats fails, with the dtype as the reason."""
     comparison = parity.measure.core.compare.compare(
         expected, expected > 0, expected > 0, Label(**{**ABOUT, "stage": "mask"})
     )
@@ -221,7 +221,7 @@ def test_error_next_to_nan_fails(expected):
 
 
 def test_budget_ignores_nan(expected, rng):
-    """The budget of an array with NaN is that of its finite elements."""
+    """The budget of an array with NaN is the budget of its finite elements."""
     same = noisy(expected, rng)
     alone = budget(expected[:, :1], same[:, :1], "float32")
     nan = np.full_like(expected[:, :1], np.nan)
@@ -294,7 +294,7 @@ def test_exact_budget_is_one_unit(expected):
 
 
 def test_factor_is_the_limit_of_errors(expected, rng):
-    """Errors of 0.99 times the allowed factor of the noise pass; those of 1.01 times fail."""
+    """Errors of 0.99 times the allowed factor of the noise pass; errors of 1.01 times fail."""
     noise = 1e-3 * rng.standard_normal(expected.shape)
     same = expected + noise
     allowed = factor(expected.size)
@@ -309,14 +309,14 @@ def test_factor_is_larger_for_few_elements():
 
 
 def test_float64_budget_is_scaled_noise(expected, rng):
-    """In float64, errors of 2^-53 pass and those of 2^-40 fail, given float32 noise."""
+    """In float64, errors of 2^-53 pass and errors of 2^-40 fail, given float32 noise."""
     about = {**ABOUT, "dtype": "float64"}
     same = noisy(expected, rng)  # of the float32 reference
     assert compare(noisy(expected, rng, 2**-53), expected, same, **about).passed
     assert not compare(noisy(expected, rng, 2**-40), expected, same, **about).passed
 
 
-def test_ulps_are_those_of_the_stage_dtype():
+def test_ulps_belong_to_the_stage_dtype():
     """An error of 2^-7 is 1 unit in the last place of bfloat16, and 2^16 of float32."""
     expected = np.ones((1, 1, 1, 2))
     actual = expected + 2**-7

@@ -45,7 +45,7 @@ def switched_off(record: Any) -> Iterator[tuple[str, Any]]:
 
 
 def replace_or_none(record: Any, name: str, value: Any) -> Any:
-    """Return the record with another value, or None if that value is invalid."""
+    """Return the record with a different value, or None if that value is invalid."""
     try:
         return replace(record, **{name: value})
     except ValueError:

@@ -201,7 +201,7 @@ def test_hidden_scaling_depends_on_dtype():
 
 
 def test_scores_beyond_memory_raise():
-    """Scores of 2^17 tokens exceed the memory and raise an error; those of 64 do not."""
+    """Scores of 2^17 tokens exceed the memory and raise an error; scores of 64 do not."""
     check_memory(PLAIN, 64)
     with pytest.raises(InputError, match="GiB"):
         check_memory(PLAIN, 1 << 17)

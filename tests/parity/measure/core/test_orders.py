@@ -16,13 +16,13 @@ from parity.measure.core.orders import (
 
 
 def test_orders_of_heads_equal_examples():
-    """Reversed, rolled and tiled heads are those of an example."""
+    """Reversed, rolled and tiled heads match an example."""
     assert reversed_heads(4).tolist() == [3, 2, 1, 0]
     assert rolled_heads(4).tolist() == [3, 0, 1, 2]
     assert tiled_heads(6, 2).tolist() == [0, 2, 4, 1, 3, 5]
 
 
-def test_repeated_heads_are_those_of_tiling():
+def test_repeated_heads_match_tiling():
     """Query heads in the order of `tiled_heads` use by repetition the heads that they use by
     tiling.
     """

@@ -184,7 +184,7 @@ def test_implementations_take_own_arrays():
     assert [skipped.case for skipped in report.skipped_cases] == ["steps"]
 
 
-def test_bad_arrays_of_a_user_are_refused():
+def test_bad_user_arrays_raise():
     """Arrays of other types and shapes raise one clear error each."""
     with refuses_type("mask"):
         Case("", SPEC, "", mask=[[True]])  # pyright: ignore[reportArgumentType]

@@ -22,7 +22,7 @@ EVERY = [(dtype, group) for dtype in LARGEST for group in SCALE_AXES]
 
 @pytest.mark.parametrize("dtype", NAMES)
 def test_floats_are_rounded_as_by_ml_dtypes(dtype):
-    """All numbers of a float8, numbers around them and ties are rounded as by ml_dtypes."""
+    """All values of a float8, values around them and ties are rounded as by ml_dtypes."""
     every = np.arange(256, dtype=np.uint8).view(NAMES[dtype]).astype(np.float64)
     every = np.unique(every[np.isfinite(every)])
     middles = (every[1:] + every[:-1]) / 2
@@ -34,7 +34,7 @@ def test_floats_are_rounded_as_by_ml_dtypes(dtype):
 
 
 def test_numbers_saturate_at_the_largest():
-    """Numbers beyond the largest of a dtype become that one, of either sign."""
+    """Values beyond the largest of a dtype become that one, of either sign."""
     for dtype, largest in LARGEST.items():
         x = np.array([1.0, 1.3, 1e6]) * largest
         assert to_nearest(x, dtype).tolist() == [largest] * 3
@@ -48,7 +48,7 @@ def test_integers_are_rounded_half_to_even():
 
 
 def test_uncertain_numbers_are_in_the_middle():
-    """The same-precision reference is between two stored numbers only if both are possible."""
+    """The same-precision reference is between two stored values only if both are possible."""
     x = np.array([0.5, 0.5 + 1e-7, 0.51, 3.0], np.float32)
     assert to_middle(x, "int8", 1e-6).tolist() == [0.5, 0.5, 1.0, 3.0]
     assert to_middle(np.zeros(0, np.float32), "int8", 1e-6).size == 0

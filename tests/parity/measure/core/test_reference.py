@@ -1,4 +1,4 @@
-"""The reference itself, compared with known numbers, finite differences and its own narrower
+"""The reference itself, compared with known values, finite differences and its own narrower
 versions.
 """
 
@@ -25,7 +25,7 @@ def stages_of(name, dtype="float64", arithmetic="float64"):
 
 
 def test_reference_matches_textbook():
-    """The output of the textbook's example matches its numbers to 4 decimals."""
+    """The output of the textbook's example matches its values to 4 decimals."""
     output = stages_of("textbook")["output"]
     np.testing.assert_allclose(
         output, [TEXTBOOK_OUTPUT] * 2, atol=5e-5, rtol=0
@@ -101,7 +101,7 @@ def test_gradients_equal_finite_differences(name):
 
 
 def test_gradients_cover_weights_and_inputs():
-    """The gradients are those of all weights, of the query and of the bias."""
+    """The gradients cover all weights, of the query and of the bias."""
     problem = make_problem(CASES["bias-causal"], "float64")
     expected = {f"grad.{name}" for name in [*problem.weights, "query", "bias"]}
     assert reference.gradients(problem, "float64").keys() == expected
@@ -148,7 +148,7 @@ def test_local_stages_use_given_inputs():
 
 
 def test_problems_are_deterministic():
-    """A problem has the same digest each time, and another one in another dtype."""
+    """A problem has the same digest each time, and a different one in each dtype."""
     assert (
         make_problem(CASES["cross"], "float32").digest
         == make_problem(CASES["cross"], "float32").digest

@@ -124,7 +124,7 @@ BAD_LOADS = {
 
 @pytest.mark.parametrize("change", BAD_LOADS)
 def test_failed_load_keeps_module_weights(sibling, weights, change):
-    """Loading invalid weights raises an error and leaves those of the module unchanged."""
+    """Loading invalid weights raises an error and leaves the module's unchanged."""
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
     before = parity.weights_of(module)
     if change == "missing":
@@ -194,7 +194,7 @@ def test_module_loads_from_module_exactly():
     ],
 )
 def test_weights_of_other_layer_raise(sibling, weights, other, message):
-    """Weights of another specification raise an error, and the module keeps its own."""
+    """Weights of a different specification raise an error, and the module keeps its own."""
     module = parity.load_into(
         new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC
     )
@@ -354,8 +354,8 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, weights, culprit
 
 
 def test_other_format_is_not_overwritten(tmp_path, weights):
-    """Saving as .npz, or over a file of another format, raises an error and changes no file."""
-    with refuses("…/w.npz", "that of npz"):
+    """Saving as .npz, or over a file of a different format, raises an error and changes no file."""
+    with refuses("…/w.npz", "the suffix of npz"):
         save_weights(tmp_path / "w.npz", weights, SPEC)
     (tmp_path / "w.safetensors").write_text("Dear diary")
     with refuses("…/w.safetensors", "one that begins with b'Dear dia'"):
@@ -419,7 +419,7 @@ def test_damaged_header_raises_or_loads(tmp_path, position, byte):
 
 
 def test_header_with_a_new_dropout_loads(tmp_path, weights):
-    """The control of the test above: a header with another valid dropout loads."""
+    """The control of the test above: a header with a different valid dropout loads."""
     save_weights(tmp_path / "w", weights, SPEC)
     written = (tmp_path / "w").read_bytes()
     edited = written.replace(b'"dropout\\": 0.0', b'"dropout\\": 0.1')
@@ -450,7 +450,7 @@ def test_wider_weights_are_not_narrowed(sibling, weights):
     "data", [b"", b"\xff" * 8, b"\xff" * 64, b"PK\x03\x04" + bytes(100), bytes(4096)]
 )
 def test_non_safetensors_file_raises(tmp_path, data):
-    """An empty file or other bytes than those of a safetensors file raise an error."""
+    """An empty file or bytes that are not a safetensors file raise an error."""
     (tmp_path / "w").write_bytes(data)
     with refuses("…/w"):
         load_weights(tmp_path / "w")

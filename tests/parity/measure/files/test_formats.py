@@ -205,7 +205,7 @@ def test_hash_depends_on_each_property(tmp_path, change):
         assert a.metadata["sha256"] != b.metadata["sha256"]
 
 
-def test_file_is_copied_to_another_format(tmp_path):
+def test_file_is_copied_to_other_format(tmp_path):
     """One call of write_tensors copies an npz file to a safetensors file, bit for bit."""
     tensors = some_tensors("bfloat16")
     write(tmp_path / "a.npz", tensors, {"a": "b"})
@@ -1221,7 +1221,7 @@ def test_file_added_during_a_write_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", FILES)
-def test_file_of_another_format_is_kept(tmp_path, suffix):
+def test_file_of_other_format_is_kept(tmp_path, suffix):
     """A target that is not a file of its format raises an error and is kept."""
     (tmp_path / f"w{suffix}").write_text("Dear diary")
     with refuses(f"…/w{suffix}", "begins with b'Dear"):
@@ -1260,7 +1260,7 @@ def test_file_created_during_write_is_kept(tmp_path):
 
 
 def test_old_shards_are_removed(tmp_path):
-    """Two new shards replace four old ones; a file of another checkpoint is kept."""
+    """Two new shards replace four old ones; a file of a different checkpoint is kept."""
     (tmp_path / "v-00001-of-00009.safetensors").write_text("another checkpoint's")
     tensors = {name: np.ones(1) for name in "abcd"}
     write(tmp_path / "w.safetensors", tensors, max_shard_bytes=9)

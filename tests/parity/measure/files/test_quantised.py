@@ -188,7 +188,7 @@ def test_gguf_opens_without_its_package(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def model(request, tmp_path):
-    """Two layers with one tensor of four in another type, and the original layers."""
+    """Two layers with one tensor of four in a different type, and the original layers."""
     kind = getattr(request, "param", "Q4_0")
     weights = [random_weights(SPEC, seed=i) for i in range(2)]
     tensors = {

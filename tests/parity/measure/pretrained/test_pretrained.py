@@ -53,7 +53,7 @@ def test_provenance_has_digest_of_file(name):
 
 
 def test_each_name_has_one_file():
-    """Files of trained layers are exactly those of `pretrained.NAMES`."""
+    """Files of trained layers are exactly `pretrained.NAMES`."""
     assert {path.stem for path in FOLDER.glob("*.safetensors")} == set(pretrained.NAMES)
 
 

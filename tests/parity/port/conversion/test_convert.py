@@ -208,8 +208,8 @@ def test_other_tensors_drop_on_request(tmp_path):
     assert (done.kept, done.dropped) == ([], list(rest(tensors)))
 
 
-def test_layers_get_another_prefix(tmp_path):
-    """Layers 2 and 13 move to another prefix, which the metadata contain."""
+def test_layers_get_new_prefix(tmp_path):
+    """Layers 2 and 13 move to a new prefix, which the metadata contain."""
     source = write_tensor_file(tmp_path / "a.npz", checkpoint((2, 13)))
     convert_file(
         source,
@@ -438,7 +438,7 @@ def test_layers_may_differ_in_shape(tmp_path):
     assert bits_of(read_tensors(tmp_path / "c.npz")) == bits_of(tensors)
 
 
-def test_layer_missing_by_metadata_is_told(tmp_path):
+def test_layer_missing_by_metadata_is_named(tmp_path):
     """A layer that only metadata of ours describe is warned about, at the line of the caller."""
     weights = {0: random_weights(GQA), 1: random_weights(replace(GQA, num_heads=6))}
     tensors = {}
@@ -734,7 +734,7 @@ def test_torch_weights_convert_and_save(tmp_path):
 
 @pytest.mark.costly("converts and runs a whole model")
 def test_conversion_guide_example_runs(tmp_path, monkeypatch):
-    """The code of docs/how-to/convert.md runs, and its weights equal those of its layers."""
+    """The code of docs/how-to/convert.md runs, and its weights equal the weights of its layers."""
     page = (ROOT / "docs" / "how-to" / "convert.md").read_text(encoding="utf-8")
     code = "".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
     monkeypatch.chdir(tmp_path)

@@ -447,12 +447,12 @@ def test_run_selects_layers_of_a_model(gemma, capsys, tmp_path):
 
 
 def test_wrong_layer_of_a_model_is_found(gemma, capsys, tmp_path):
-    """`compare` and `diagnose` name layer 4 of six, whose query heads are in another order."""
+    """`compare` and `diagnose` name layer 4 of six, whose query heads are in a different order."""
     tensors = load_file(gemma / "model.safetensors")
     name = "layers.4.self_attn.q_proj.weight"
     tensors[name] = np.ascontiguousarray(
         tensors[name].reshape(4, 8, -1)[::-1].reshape(32, -1)
-    )  # heads in another order
+    )  # heads in a different order
     (tmp_path / "b").mkdir()
     save_file(tensors, tmp_path / "b" / "model.safetensors")
     (tmp_path / "b" / "config.json").write_text((gemma / "config.json").read_text())
@@ -679,7 +679,7 @@ def test_missing_key_bias_needs_fill_bias(target, got, capsys, tmp_path):
     told = ("convert", tmp_path / "model", tmp_path / "p.safetensors", "--to", target)
     out = said(capsys, *told, status=2)
     assert refuses("the layer", got, remedy={"--fill-bias": True}).is_printed_in(out)
-    assert "--fill-bias adds biases of zeros" in out
+    assert "--fill-bias adds zero biases" in out
     said(capsys, *told, "--fill-bias")
     with (
         open_layers(tmp_path / "model") as before,
@@ -1009,8 +1009,8 @@ def test_linear_attention_layers_are_counted(capsys, tmp_path):
 
 
 def test_unexercised_window_is_reported(gemma, capsys, tmp_path):
-    """A window of 10 has a case of its own, in the first layer that has it; with `--seq-len 9` it is
-    reported as not exercised, but not with `--seq-len 11`.
+    """A window of 10 has a case of its own, in the first layer that has it; with `--seq-len 9` it
+    is reported as not exercised, but not with `--seq-len 11`.
     """
     folder = tmp_path / "wide"
     shutil.copytree(gemma, folder)

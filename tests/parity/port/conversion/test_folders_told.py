@@ -133,7 +133,7 @@ def test_attention_is_found_in_mixed_layers(tmp_path):
     assert specs_in(tmp_path, prefix="layers.{i}.mixer") == found
 
 
-def test_unknown_part_is_not_read_as_another(tmp_path):
+def test_unknown_part_stays_unread(tmp_path):
     """Layers of an unknown vision part are not read with the configuration of the text part."""
     llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -289,7 +289,7 @@ def test_repeated_head_count_changes_nothing(tmp_path, own):
 
 @pytest.mark.parametrize("name", ["num_heads", "num_kv_heads", "head_dim"])
 def test_contradicting_head_sizes_raise(tmp_path, name):
-    """A head size other than that of the file's equal layers raises; an equal one is accepted."""
+    """A head size other than in the file's equal layers raises; an equal one is accepted."""
     llama(tmp_path / "model")
     path = converted(tmp_path / "model", tmp_path / "own.safetensors")
     with refuses(name):

@@ -56,7 +56,7 @@ def test_given_rope_hides_unread_rope():
 
 
 def test_caller_rope_overrides_whole_layer():
-    """The caller's RoPE replaces that of a whole layer, and the overridden base is recorded."""
+    """The caller's RoPE replaces the RoPE of a whole layer, and the overridden base is recorded."""
     hints = merged(
         LayerHints.by(CALLER, num_heads=4, rope=Rope(10.0)), LayerHints.by(METADATA, spec=SPEC)
     )

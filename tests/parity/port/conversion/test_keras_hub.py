@@ -203,7 +203,7 @@ VOICES = {
             num_kv_heads=2,
             sinks=True,
             rope=Rope(1.5e5, scaling=YarnScaling(32.0, 4096, truncate=False)),
-            window_size=5,  # a window of 4 in keras-hub includes the token 4 places away
+            window_size=5,  # a window of 4 in keras-hub includes the token 4 positions away
         ),
         HEADS | {"rope_max_wavelength": 1.5e5, "rope_scaling_factor": 32.0, "sliding_window": 4},
     ),
@@ -254,7 +254,7 @@ VOICES = {
         of_t5,
         lambda layer, x, seen: layer.call(x, mask=seen)[
             0
-        ],  # `mask` of __call__ has another meaning in Keras
+        ],  # `mask` of __call__ has a different meaning in Keras
     ),
 }
 

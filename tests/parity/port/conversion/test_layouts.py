@@ -88,7 +88,7 @@ orders = st.sampled_from(["C", "F", "strided"])
 
 
 def any_values(shape, dtype, rng):
-    """Finite numbers of all sizes, including -0 and subnormal ones."""
+    """Finite values of all sizes, including -0 and subnormal ones."""
     dtype = dtype_named(dtype)
     values = rng.integers(0, 256, (*shape, dtype.itemsize), dtype=np.uint8).view(dtype)[..., 0]
     with np.errstate(invalid="ignore"):  # NumPy warns when some NaNs are inspected
@@ -96,7 +96,7 @@ def any_values(shape, dtype, rng):
 
 
 def in_memory(x, order):
-    """The same values with another order in memory."""
+    """The same values in a different order in memory."""
     if order == "F":
         return np.asfortranarray(x)
     return np.repeat(x, 2, axis=-1)[..., ::2] if order == "strided" else x

@@ -397,7 +397,7 @@ def holding(layout, name, holds):
 
 
 def with_axes(layout, name, axes):
-    """The layout with the axes of a tensor in another order."""
+    """The layout with the axes of a tensor in a different order."""
     forms = [
         tuple(replace(t, axes=axes) if t.name == name else t for t in form) for form in layout.forms
     ]

@@ -481,7 +481,7 @@ def test_foreign_stack_on_second_axis(tmp_path, rng, size):
     ids=["rope", "padded", "tensors"],
 )
 def test_edited_table_reads_no_older_file(tmp_path, changes):
-    """A file of a table is not read by another one of that name, but by an equal one."""
+    """A file of a table is not read by a different one of that name, but by an equal one."""
     spec = PLAIN.replace(**NO_BIASES)
     weights = random_weights(spec)
     register_layout(changed())
@@ -559,7 +559,7 @@ def changed(**changes):
 
 
 def with_tensor(name="q", **changes):
-    """A good table with another entry of a tensor."""
+    """A good table with one more entry of a tensor."""
     entry = {**GOOD["tensors"].get(name, {}), **changes}
     return changed(tensors={**GOOD["tensors"], name: entry})
 
@@ -1046,8 +1046,8 @@ def test_joined_norms_are_held_as_norms():
     assert [tensor.holds for tensor in layout.others] == ["q_norm.weight", "k_norm.weight"]
 
 
-def test_axes_are_those_of_self_attention():
-    """Kernels (in, out) of grouped heads are not taken for those of cross-attention."""
+def test_axes_match_self_attention():
+    """Kernels (in, out) of grouped heads are not read as kernels of cross-attention."""
     text, layout = proposed(wq=(48, 64), wk=(48, 16), wv=(48, 16), wo=(64, 48))
     axes = {tensor.name: tensor.axes for tensor in layout.tensors}
     assert axes == {**dict.fromkeys(("wq", "wk", "wv"), "d (n h)"), "wo": "(n h) e"}
@@ -1055,7 +1055,7 @@ def test_axes_are_those_of_self_attention():
 
 
 def test_other_attention_has_a_comment():
-    """If a layer has several attentions, a comment names those of which there is no table."""
+    """If a layer has several attentions, a comment names the ones that have no table."""
     names = [f"{part}.{name}" for part in ("self", "cross") for name in "qkvo"]
     text, layout = proposed(**dict.fromkeys(names, (64, 64)))
     assert layout.prefix == "l.{i}.self"

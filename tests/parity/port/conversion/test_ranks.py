@@ -273,7 +273,9 @@ def test_missing_ranks_raise(meta, tmp_path):
 
 
 def test_inconsistent_ranks_raise(meta):
-    """A rank whose norm has other values or another shape, or that equals another rank, raises."""
+    """A rank whose norm has other values or a different shape, or that equals another rank,
+    raises.
+    """
     folder, _ = meta
     last = folder / "consolidated.03.pth"
     tensors = torch.load(last)
@@ -421,7 +423,7 @@ def test_written_ranks_store_their_count(meta, tmp_path):
     (tmp_path / "ranks" / "consolidated.03.pth").rename(tmp_path / "a.pth")
     with refuses("…/ranks", "3"):
         read(tmp_path / "ranks")
-    with refuses("…/a.pth", "that of one"):
+    with refuses("…/a.pth", "the file of one"):
         read(tmp_path / "a.pth")
 
 

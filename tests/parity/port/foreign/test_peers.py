@@ -90,7 +90,7 @@ def test_output_matches_torch(sibling, spec, weights, inputs, need_weights):
 @sample(jax=1)
 @every_spec
 def test_attention_weights_match_torch(sibling, spec, weights, inputs):
-    """Attention weights per head match those of torch's layer within 1e-6."""
+    """Attention weights per head match torch's layer within 1e-6."""
     _, attn_weights = ours(sibling, spec, weights, inputs)
     _, expected = of_torch(spec, weights, inputs, need_weights=True)
     assert np.abs(attn_weights - expected).max() <= TOLERANCE
@@ -158,7 +158,7 @@ def test_output_matches_flax(sibling, peer, spec, weights, inputs, need_weights)
 @sample(jax=1)
 @every_spec
 def test_attention_weights_match_flax(sibling, spec, weights, inputs):
-    """Attention weights match those of linen's layer within 1e-6."""
+    """Attention weights match linen's layer within 1e-6."""
     _, attn_weights = ours(sibling, spec, weights, inputs)
     _, expected = of_linen(spec, weights, inputs, need_weights=True)
     assert np.abs(attn_weights - expected).max() <= TOLERANCE

@@ -314,7 +314,7 @@ def test_rough_value_has_one_line_of_error(small_llama, capsys):
     ],
 )
 def test_our_reason_precedes_transformers(small_llama, capsys, family, changes, reason):
-    """`run --model` exits with 2, and our reason comes before that of transformers."""
+    """`run --model` exits with 2, and our reason comes before the reason of transformers."""
     values = json.loads((small_llama / "config.json").read_text())
     statuses, errors = statuses_of(small_llama, {**values, "model_type": family, **changes}, capsys)
     assert statuses[0] == 2

@@ -1,6 +1,6 @@
 """Configurations of released models: the specification of each layer, from the configuration alone.
 
-Nothing is downloaded: configurations and layers are those of transformers, tiny.
+Nothing is downloaded: configurations and layers come from transformers, tiny.
 """
 
 import functools
@@ -54,7 +54,7 @@ SHORTER = {
     "Llama 4": {"chunk_size": 8192},
     "AFMoE, sliding": {"window_size": 64},
 }
-# Released layers whose specification in their tests is not that of their configuration, with the
+# Released layers whose specification in their tests is not the one of their configuration, with the
 # reason.
 NOT_OF_THE_CONFIGURATION = {
     "GPT-NeoX",  # is given a number of key heads, as others are, which it does not support
@@ -381,8 +381,8 @@ def completed(values):
 
 
 def check_keys(values, layers):
-    """Compare the layers without each of the keys with those of transformers, and return the keys
-    that we require.
+    """Compare the layers without each of the keys with the layers of transformers, and return the
+    keys that we require.
     """
     assert specs_in(values) == layers
     asked, silent = [], []
@@ -933,7 +933,7 @@ ASKED_FOR = {
     - {"attention_bias", "attention_dropout", "use_sliding_window", "rope_scaling"}
     | {"rope_scaling.factor"},
 }
-"""Keys that are required in addition to those of every family; without any other key, layers
+"""Keys that are required in addition to the keys of every family; without any other key, layers
 change.
 """
 
@@ -1002,7 +1002,7 @@ def test_mscale_all_dim_scales_latents(family, told, tmp_path):
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "kimi_linear"])
 def test_queries_without_latent_have_no_bias(family, tmp_path):
-    """With biases but no latent for queries, layers match those of the model."""
+    """With biases but no latent for queries, layers match the model's."""
     model = ALL[family]
     check_model(
         replace(model, options={**model.options, "attention_bias": True, "q_lora_rank": None}),

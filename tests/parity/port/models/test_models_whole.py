@@ -19,7 +19,7 @@ from parity import specs_of
 @pytest.mark.parametrize("name", ALL)
 def test_layers_of_model_match_configuration(name, tmp_path):
     """Layers made from the configuration, with weights of the
-    checkpoint, match those of the model.
+    checkpoint, match the model's.
     """
     check_model(ALL[name], tmp_path)
 

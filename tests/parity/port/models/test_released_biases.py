@@ -16,7 +16,7 @@ from mha_spec import RelativeBias
 @sample(name=["T5, decoder"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_equals_the_released_one(name):
-    """Output, gradients and, if causal, cached steps equal those of the released layer."""
+    """Output, gradients and, if causal, cached steps equal the released layer's."""
     check_equal(LAYERS[name](), is_causal=name != "T5, encoder")
 
 

@@ -30,7 +30,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.costly("gradients and cached steps of released layers")
 def test_layer_matches_released_one(name):
-    """Output, gradients and cached steps equal those of the released layer."""
+    """Output, gradients and cached steps equal the released layer's."""
     check_equal(LAYERS[name]())
 
 

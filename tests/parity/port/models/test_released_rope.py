@@ -100,7 +100,7 @@ def nearest_power(exponents: torch.Tensor, base: float) -> torch.Tensor:
 @pytest.mark.parametrize("theta", [1e4, 5e5, 123456.0])
 @pytest.mark.parametrize("name", TABLES)
 def test_frequencies_match_transformers(name, theta, length, monkeypatch):
-    """Frequencies equal those of transformers with correctly rounded powers, bit for bit, and those
+    """Frequencies equal transformers' with correctly rounded powers, bit for bit, and those
     of PyTorch's powers within two units in the last place.
     """
     scaling, parameters = TABLES[name]
@@ -127,9 +127,7 @@ def test_frequencies_match_transformers(name, theta, length, monkeypatch):
 
 
 def test_partial_rope_matches_transformers():
-    """Frequencies of a partial rotation equal those of
-    transformers within one unit in the last place.
-    """
+    """Frequencies of a partial rotation equal transformers' within one unit in the last place."""
     parameters = {
         "rope_type": "linear",
         "rope_theta": 1e4,
@@ -154,8 +152,8 @@ def test_partial_rope_matches_transformers():
 @sample(name=["Qwen3-VL"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_equals_the_released_one(name):
-    """Output, gradients and cached steps equal those of the
-    released layer, also beyond the original length.
+    """Output, gradients and cached steps equal the released layer's, also beyond the original
+    length.
     """
     released = LAYERS[name]()
     assert released.spec.rope is not None

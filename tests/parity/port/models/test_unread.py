@@ -159,8 +159,8 @@ def test_weights_with_unread_keys_raise(tmp_path):
 
 
 def test_unread_keys_must_be_dropped(model, tmp_path, capsys):
-    """A target without room for unread keys needs `--drop` with their names; `compare` lists dropped
-    ones as not compared, also after a second conversion; an unknown name raises an error.
+    """A target without room for unread keys needs `--drop` with their names; `compare` lists
+    dropped ones as not compared, also after a second conversion; an unknown name raises an error.
     """
     source, target = model("a", **FOO), tmp_path / "b.npz"
     convert = ["convert", source, str(target), *FLAGS, "--to", "flax.nnx"]
@@ -298,7 +298,7 @@ def test_metadata_survive_round_trip(suffix, model, tmp_path):
 
 
 def test_our_metadata_take_precedence(model, tmp_path, capsys):
-    """Our metadata replace those of the same name; replaced and too long entries are reported."""
+    """Our metadata replace entries of the same name; replaced and too long entries are reported."""
     source = Path(model("a"))
     theirs = {
         "format": "np",

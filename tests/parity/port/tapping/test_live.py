@@ -46,9 +46,7 @@ def test_live_layer_is_found_by_its_path(family):
 
 
 def test_live_weights_of_packed_projection():
-    """Weights of a model whose files pack projections equal those
-    of its live modules, bit for bit.
-    """
+    """Weights of a model whose files pack projections equal its live modules', bit for bit."""
     model = small_model("nomic_bert")
     attention = model.layers[1].self_attn
     _, weights = parity.from_transformers(model, path="layers.1.self_attn")

@@ -1081,7 +1081,7 @@ def test_differing_layer_is_found_by_taps(what):
 
 def test_taps_need_the_same_inputs():
     """Different inputs are reported as such; an empty
-    recording or another batch size raises an error.
+    recording or a different batch size raises an error.
     """
     model = of_six_layers("llama")
     with parity.tap(model) as one:
@@ -1712,7 +1712,7 @@ def test_two_recordings_without_model(recordings, tmp_path, capsys):
 
 
 def test_dropped_window_keys_are_restored():
-    """Keys that a window dropped from the cache are those of earlier calls."""
+    """Keys that a window dropped from the cache are the keys of earlier calls."""
     cached, joined = np.ones((1, 2, 3, 4), np.float32), {"k": np.arange(40.0).reshape(1, 2, 5, 4)}
     whole = TappedCall({"cache.keys": cached}, past=4)
     np.testing.assert_array_equal(_cache(whole, joined, "k"), cached)

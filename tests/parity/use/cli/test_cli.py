@@ -276,7 +276,7 @@ def test_run_accepts_weight_file(tmp_path, capsys, spec):
 
 @pytest.mark.parametrize("damage", ["truncated", "other", "nan", "transposed"])
 def test_damaged_weight_file_exits_2(tmp_path, capsys, damage):
-    """A weight file that is truncated, of another format, or has NaN or a transposed weight
+    """A weight file that is truncated, of the wrong format, or has NaN or a transposed weight
     exits with status 2 and one error line.
     """
     spec = AttentionSpec(12, 3, d_in=7)

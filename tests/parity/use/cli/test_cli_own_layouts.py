@@ -67,7 +67,9 @@ def test_convert_takes_tables(folder, there, back, capsys):
 
 
 def test_verify_takes_a_table(folder, capsys):
-    """`compare` checks a conversion by the table; another order of the heads is not the same."""
+    """`compare` checks a conversion by the table; a different order of the heads is not the
+    same.
+    """
     assert run(f"convert nebula.safetensors jax.npz --to mha_jax --from nebula.toml {HEADS}") == 0
     verify = f"compare nebula.safetensors jax.npz {HEADS}"
     assert run(f"{verify} --from nebula.toml") == 0
@@ -153,7 +155,7 @@ def test_two_tables_of_one_name(folder, command, capsys):
 
 
 def test_edited_table_is_rejected(folder, capsys):
-    """A file of a table is not read by another table of that name; `inspect` says so too."""
+    """A file of a table is not read by a different table of that name; `inspect` says so too."""
     assert run(f"convert nebula.safetensors a.npz --from nebula.toml --to nebula.toml {HEADS}") == 0
     (folder / "edited.toml").write_text(TABLE.replace("vkq", "qkv"))
     capsys.readouterr()
@@ -167,7 +169,9 @@ def test_edited_table_is_rejected(folder, capsys):
 
 
 def test_ignored_tensor_needs_rest_drop(folder, capsys):
-    """An ignored tensor with a name of the target's layout raises an error with the option for it."""
+    """An ignored tensor with a name of the target's layout raises an error with the option for
+    it.
+    """
     tensors, _ = load_tensors("nebula.safetensors")
     tensors["blk.1.sinks"] = np.ones(4, np.float32)
     save_tensors("more.safetensors", tensors, {})
@@ -198,7 +202,7 @@ def test_missing_table_is_named(folder, capsys):
         "run --layout neb.txt --cases textbook",
     ],
 )
-def test_useless_layout_option_is_refused(folder, command, capsys):
+def test_useless_layout_option_raises(folder, command, capsys):
     """`--layout` with a missing file, or without weights to read, is one line that names it."""
     (folder / "neb.txt").write_text(TABLE)
     assert run(command) == 2

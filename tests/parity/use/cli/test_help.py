@@ -50,8 +50,8 @@ def help_of(name):
 
 
 def test_every_command_module_is_registered():
-    """The modules of parity.use.cli and parity_lab.commands whose `run` is a command are those of
-    COMMANDS.
+    """The modules of parity.use.cli and parity_lab.commands whose `run` is a command are the
+    modules of COMMANDS.
     """
     modules = [
         importlib.import_module(f"{package.__name__}.{found.name}")
@@ -382,7 +382,7 @@ def test_quiet_prints_only_errors(tmp_path, capsys):
 
 def test_project_sets_options(tmp_path, monkeypatch, capsys):
     """[tool.mha-parity] of the nearest pyproject.toml sets options of all commands that have them,
-    and of one; the command line overrides them, and an unknown name or a value of another type is
+    and of one; the command line overrides them, and an unknown name or a value of the wrong type is
     an error.
     """
     (tmp_path / "below").mkdir()

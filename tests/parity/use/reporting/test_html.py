@@ -340,7 +340,7 @@ def test_error_in_merged_positions_is_kept():
 
 def test_levels_keep_largest_weight_and_nan():
     """Reduced to MOST_CELLS rows, a map keeps its largest weight as level STEPS and NaN as
-    STEPS + 1, in their places.
+    STEPS + 1, at their positions.
     """
     maps = np.zeros((1, 100, 5))
     maps[0, 99, 4] = 1.0
@@ -372,7 +372,7 @@ def test_picture_opacity_matches_levels():
 
 @pytest.mark.usefixtures("broken_softmax")
 def test_failure_maps_show_worst_difference():
-    """The maps of a failure show the sequence with the largest difference, and its place and
+    """The maps of a failure show the sequence with the largest difference, and its position and
     value; agreeing backends have two maps.
     """
     _, maps, content = page_of(["causal"], ["jax", "torch"])

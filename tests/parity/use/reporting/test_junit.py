@@ -148,7 +148,7 @@ def test_strange_environment_is_valid():
 
 
 def test_schema_rejects_invalid_junit(report):
-    """The control of these tests: the schema rejects another name of an attribute or an element."""
+    """The control of these tests: the schema rejects a wrong name of an attribute or an element."""
     xml = junit_xml(report).decode()
     assert not SCHEMA.is_valid(xml.replace("classname=", "class="))
     assert not SCHEMA.is_valid(xml.replace("testcase", "test"))

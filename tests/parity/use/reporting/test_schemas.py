@@ -157,8 +157,8 @@ def test_every_command_has_a_schema():
 
 
 def test_json_schemas_are_recorded():
-    """The JSON Schema of each command is that of its record. A change of a key or of its type
-    requires a new version: files of old ones stay.
+    """The JSON Schema of each command is generated from its record. A change of a key or of its
+    type requires a new version: files of old ones stay.
     """
     for command in SCHEMAS:
         recorded = json.loads(path_of(command).read_text("utf-8"))

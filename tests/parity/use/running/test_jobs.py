@@ -48,7 +48,7 @@ def is_running(pid):
 
 
 @pytest.mark.costly("cases by two processes")
-def test_report_equals_that_of_one_process():
+def test_report_equals_one_process():
     """Two processes produce the same report as one, with more than 150 passed stages."""
     cases = [CASES[name] for name in ("textbook", "decode", "nan-visible-causal")]
     alone, together = (
@@ -169,7 +169,7 @@ def test_other_python_shares_the_cores(tmp_path, monkeypatch):
         elsewhere.wait()
 
 
-# ---- Another Python ------------------------------------------------------------------------------
+# ---- A second Python -----------------------------------------------------------------------------
 
 CASES_ELSEWHERE = ["--cases", "rope-gqa", "--grad", "--dtypes", "float32,bfloat16"]
 

@@ -47,7 +47,7 @@ def failures(case, backend, dtype, with_gradients):
     ]
 
 
-# Compilation of gradients takes as long as everything else. JAX derives all except those of
+# Compilation of gradients takes as long as everything else. JAX derives all except the gradients of
 # attention in blocks, which depend on scores and masks: cases that differ in these are
 # differentiated.
 IN_BLOCKS = {
@@ -300,7 +300,7 @@ def test_gradients_with_two_features_pass(seed):
 @pytest.mark.costly("JAX compiles every stage of a case, with gradients")
 @pytest.mark.parametrize("name", BLOCKS)
 def test_jax_also_runs_in_small_blocks(name):
-    """Compared with torch, JAX has additional stages, all of which are those of small blocks."""
+    """Compared with torch, JAX has additional stages, all of which are stages of small blocks."""
     report = run_cases([CASES[name]], ["jax", "torch"], with_gradients=True)
     stages = {
         library: {c.stage for c in report.comparisons if c.backend == library}

@@ -175,7 +175,7 @@ def test_truncated_trace_raises(traces):
 
 def test_same_backend_from_two_folders(traces, tmp_path):
     """Traces of one backend from two folders are compared separately; a failure names its folder
-    and the command that compares its file, or that of a run with its device.
+    and the command that compares its file, or the command of a run with its device.
     """
     other = tmp_path / "other"
     shutil.copytree(traces, other)

@@ -194,8 +194,8 @@ def test_stage_unknown_to_reference_fails(x):
 
 ONE = np.ones((2, 3), np.float32)
 FAILURES = {
-    "another shape": (ONE[:1], ONE, r"shape \(1, 3\), expected \(2, 3\)"),
-    "another rank": (ONE[None], ONE, r"shape \(1, 2, 3\), expected \(2, 3\)"),
+    "a different shape": (ONE[:1], ONE, r"shape \(1, 3\), expected \(2, 3\)"),
+    "a different rank": (ONE[None], ONE, r"shape \(1, 2, 3\), expected \(2, 3\)"),
     "empty": (ONE[:0], ONE[:0], "there are no elements to compare"),
     "NaN": (ONE * np.float32("nan"), ONE, "6 elements are NaN or infinite"),
     "infinity on both sides": (
@@ -209,7 +209,7 @@ FAILURES = {
         "6 elements of expected are NaN or infinite",
     ),
     "integers": (ONE.astype(np.int32), ONE, "dtype int32, expected float32"),
-    "a mask of numbers": (ONE, ONE > 0, "dtype float32, expected bool"),
+    "a mask of floats": (ONE, ONE > 0, "dtype float32, expected bool"),
     "complex": (
         ONE.astype(np.complex64),
         ONE.astype(np.complex64),
@@ -242,12 +242,12 @@ def test_invalid_comparisons_fail(what):
     ("same_precision", "words"),
     [
         (ONE[:1], r"same_precision has shape \(1, 3\), expected \(2, 3\)"),
-        (ONE.astype(np.float16), "dtype float32, that of same_precision is float16"),
+        (ONE.astype(np.float16), "dtype float32, and the dtype of same_precision is float16"),
         (ONE * np.float32("nan"), "6 elements of same_precision are NaN or infinite"),
     ],
 )
 def test_unusable_same_precision_fails(same_precision, words):
-    """A `same_precision` with another shape or dtype, or with NaN, fails with this reason."""
+    """A `same_precision` with the wrong shape or dtype, or with NaN, fails with this reason."""
     assert re.search(words, why(ONE.copy(), ONE.astype(np.float64), same_precision=same_precision))
 
 
@@ -352,7 +352,7 @@ def test_message_begins_with_first_stage():
 
 
 def test_steps_are_ordered_by_number():
-    """Stages of step 2 come before those of step 10, each in data flow order."""
+    """Stages of step 2 come before stages of step 10, each in data flow order."""
     stages = [f"step{step}.{stage}" for step in (10, 2) for stage in ("output", "q")]
     right = dict.fromkeys(stages, ONE)
     text = why(dict.fromkeys(stages, 2 * ONE), right)
