@@ -231,7 +231,8 @@ def wrong_answers() -> str:
             anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
             texts.append(f"**[{heading}]({notebook}.md#{anchor})**\n")
             rows = [(shown_answer(each), shown_message(each)) for each in exercise.wrong_answers]
-            texts.append(table(("wrong answer", "what the check says"), rows) + "\n")
+            answers = table(("wrong answer", "what the check says"), rows)
+            texts.append(f"```{{table}}\n:class: wrong-answers\n{answers}\n```\n")
     return "\n".join(texts)
 
 
