@@ -48,6 +48,7 @@ myst_heading_anchors = 4
 nb_execution_mode = "force"  # the library changes, and a cache would not notice
 nb_execution_timeout = 180  # of a cell
 nb_execution_raise_on_error = True
+nb_merge_streams = True  # or lines that a cell prints slowly are in boxes of their own
 nb_execution_excludepatterns = (
     [] if (KERNELS / "kernels" / "ttnn").exists() else ["tutorials/ttnn.md"]
 )

@@ -1,4 +1,5 @@
-"""The hidden beginning of each notebook: the style of its pictures, and cells that run in TTNN.
+"""The hidden beginning of each notebook: the style of its pictures, cells that run in TTNN, and
+wrong answers to its exercises.
 
 JAX and ttnn cannot be installed together, because JAX needs numpy>=2 and ttnn numpy<2. A cell that
 begins with `%%ttnn` therefore runs in a second kernel, in the environment that has ttnn. Its
@@ -17,6 +18,7 @@ from IPython.core.getipython import get_ipython
 from jupyter_client.kernelspec import NoSuchKernel
 from jupyter_client.manager import KernelManager
 from matplotlib.colors import ListedColormap
+from wrong_answers import exercises_of
 
 CELLS = ListedColormap(["#7b808722", "#2f81f7"])
 """Colors of a boolean array: hardly visible, and blue."""
@@ -72,6 +74,12 @@ def print_text(message: dict[str, Any]) -> None:
         sys.stdout.write(content["text"])
     if message["msg_type"] == "execute_result":
         print(content["data"]["text/plain"])
+
+
+def try_wrong_answers(notebook: str, number: int) -> None:
+    """Run each typical wrong answer to an exercise through its check, and compare the messages."""
+    names = vars(sys.modules["__main__"])  # the variables of the notebook
+    exercises_of(notebook)[number].try_wrong_answers(names)
 
 
 plt.style.use(FOLDER / "site.mplstyle")

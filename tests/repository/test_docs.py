@@ -368,6 +368,67 @@ def test_notebooks_have_exercises():
             assert re.search(r"assert_parity|check\w*\(", part), path.name
 
 
+@pytest.fixture
+def wrong_answers(monkeypatch):
+    """The module that runs wrong answers through the checks of exercises."""
+    monkeypatch.syspath_prepend(str(TUTORIALS))
+    return importlib.import_module("wrong_answers")
+
+
+def test_exercises_have_wrong_answers(wrong_answers):
+    """Each exercise has three different wrong answers, which can be compiled, and a hidden cell
+    that runs them through its check.
+    """
+    assert {*wrong_answers.WRONG_ANSWERS} == {path.stem for path in NOTEBOOKS}
+    for path in NOTEBOOKS:
+        exercises = wrong_answers.exercises_of(path.stem)
+        assert [*exercises] == [1, 2, 3], path.name
+        parts = re.split(r"^### \d\. .+$", section_of(path, "exercises"), flags=re.MULTILINE)[1:]
+        for number, part in zip(exercises, parts, strict=True):
+            exercise = exercises[number]
+            codes = {wrong.code(exercise.solution) for wrong in exercise.wrong_answers}
+            assert len(codes - {exercise.solution}) == 3, (path.name, number)
+            for code in codes:
+                compile(code, path.name, "exec")
+            assert all(wrong.says for wrong in exercise.wrong_answers), (path.name, number)
+            hidden = [cell for cell in re.split("^```", part, flags=re.M) if "remove-cell" in cell]
+            call = f'notebooks.try_wrong_answers("{path.stem}", {number})\n'
+            assert any(call in cell for cell in hidden), (path.name, number)
+
+
+@pytest.mark.parametrize(
+    ("by", "says", "error"),
+    [
+        ("2", "the sum is 3\nnot 2", ""),
+        ("2", "the sum is 3", ""),
+        ("2", "the sum is 4", "expected to wrong: the sum is 4\ngot: the sum is 3\nnot 2"),
+        ("1 + 2", "the sum is 3", "the check accepts a wrong answer: wrong"),
+    ],
+)
+def test_accepted_wrong_answer_is_found(wrong_answers, by, says, error):
+    """A wrong answer that its check accepts, or to which it says something else than expected,
+    raises an error; the names of the notebook stay as they are.
+    """
+    names = {"total": 0}
+    solution = "total = 3\nif total != 3:\n    raise AssertionError(f'the sum is 3\\nnot {total}')"
+    wrong = wrong_answers.WrongAnswer("wrong", "total = 3", f"total = {by}", says)
+    exercise = wrong_answers.Exercise("title", solution, (wrong,))
+    if error:
+        with pytest.raises(AssertionError, match=re.escape(error)):
+            exercise.try_wrong_answers(names)
+    else:
+        exercise.try_wrong_answers(names)
+    assert names == {"total": 0}
+
+
+def test_misplaced_wrong_answer_is_found(wrong_answers):
+    """The part that a wrong answer replaces must be in the solution once."""
+    wrong = wrong_answers.WrongAnswer("wrong", "x", "y", "")
+    for solution in ("z = 1", "x = x + 1"):
+        with pytest.raises(ValueError, match="once: x"):
+            wrong.code(solution)
+
+
 def test_questions_have_short_answers():
     """Each of the thirty questions has an answer of at most two lines, and at most five lines of
     code.

@@ -125,6 +125,21 @@ def test_generated_pages_list_every_entry():
         assert [name for name in names if f"`{name}`" not in page] == []
 
 
+def test_page_of_wrong_answers_is_complete():
+    """The page has a table for each of the 30 exercises, with three rows each, and the names of
+    known bugs lead to their pages.
+    """
+    import parts
+
+    page = parts.wrong_answers()
+    assert len(re.findall(r"^\*\*\[\d\. .+\]\([\w-]+\.md#[\w-]+\)\*\*$", page, re.MULTILINE)) == 30
+    rows = re.findall(r"^\| (?!---|wrong answer)", page, re.MULTILINE)
+    assert len(rows) == 90
+    named = re.findall(r"Likely bug[^:]*: (.+?)(?:<br>| \|)", page)
+    assert len(named) > 40
+    assert [each for each in named if "](../bugs/" not in each and "unexpected" not in each] == []
+
+
 def test_tables_of_the_reference_are_current():
     """The generated tables in docs/reference match the code, and each stage of a layer is on
     its page with its axes.

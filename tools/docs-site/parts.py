@@ -7,6 +7,8 @@ terminal.
 import html
 import io
 import json
+import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,12 +18,15 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 import parity
-from parity.explain.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for
+from parity.explain.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for, page_by_bug
 from parity.use.reporting.diagnosis import print_diagnosis
 from parity_lab.injections import INJECTIONS
 from parity_lab.selftest import SELFTEST_CASES
 
 DATA = Path(__file__).parents[2] / "docs" / "data"
+BUGS = Path(__file__).parents[2] / "parity" / "bugs"
+TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
+sys.path.append(str(TUTORIALS))
 
 
 def parts() -> dict[str, str]:
@@ -31,6 +36,7 @@ def parts() -> dict[str, str]:
         "diagnosis": terminal(),
         "diagnosis-rates": diagnosis_rates(),
         "injected-bugs": injected_bugs(),
+        "wrong-answers": wrong_answers(),
     }
 
 
@@ -206,3 +212,51 @@ def rate(half: dict, name: str) -> str:
         return str(value)
     whole = half["output_bugs" if name.startswith("output") else "bugs"]
     return f"{value} ({100 * value / whole:.0f}%)"
+
+
+# ---- Exercises -----------------------------------------------------------------------------------
+
+
+def wrong_answers() -> str:
+    """Typical wrong answers to each exercise of the notebooks, and what its check says to them."""
+    from wrong_answers import WRONG_ANSWERS, exercises_of
+
+    texts = []
+    for notebook in WRONG_ANSWERS:
+        page = (TUTORIALS / f"{notebook}.md").read_text("utf-8")
+        title = re.findall("^# (.+)$", page, flags=re.MULTILINE)[0]
+        texts.append(f"## {title}\n")
+        for number, exercise in exercises_of(notebook).items():
+            heading = f"{number}. {exercise.title}"
+            anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            texts.append(f"**[{heading}]({notebook}.md#{anchor})**\n")
+            rows = [(shown_answer(each), shown_message(each)) for each in exercise.wrong_answers]
+            answers = table(("wrong answer", "what the check says"), rows)
+            texts.append(f"```{{table}}\n:class: wrong-answers\n{answers}\n```\n")
+    return "\n".join(texts)
+
+
+def shown_answer(wrong) -> str:
+    """A wrong answer in words, with its code if that is one line."""
+    if "\n" in wrong.by:
+        return wrong.answer
+    return f"{wrong.answer}: `{wrong.by}`"
+
+
+def shown_message(wrong) -> str:
+    """What a check says, with a link to the page of each bug."""
+    pages = page_by_bug()
+    lines = []
+    for line in wrong.says.splitlines():
+        title, mark, names = line.partition(": ")
+        if title.startswith("Likely bug"):
+            links = []
+            for name in names.split(", "):
+                page = pages.get(name, name)
+                if not (BUGS / f"{page}.md").exists():
+                    links.append(name)
+                else:
+                    links.append(f"[{name}](../bugs/{page}.md)")
+            line = f"{title}{mark}{', '.join(links)}"
+        lines.append(line.strip())
+    return "<br>".join(lines)
