@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_NO_COMPILE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TWO_WORKERS := --numprocesses 2 --dist worksteal
-SHORT := -m 'not thorough'
+SHORT := -m 'not thorough and not nightly'
 TESTS_TT := tests/siblings tests/ttnn_mock
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
@@ -63,8 +63,9 @@ EACH_FILE = sed -n 's/\.py: [0-9]*$$/.py/p' $1 | { grep -e '$(FILES)' || true; }
 WRITE_ROW = -qq --no-header $(SHORT) --budget=write --budget-reason="$$REASON" {}
 FILES ?= .
 
-# Every row that neither of these has. And tests that hardly any change here breaks: a thousand ports as others
-# write them, and facts about other libraries. .github/workflows/nightly.yml runs them each night, and .ci/run does not.
+# Every row that neither of these has, and tests of minutes. And tests that hardly any change here breaks: a thousand
+# ports as others write them, and facts about other libraries. .github/workflows/nightly.yml runs them each night, and
+# .ci/run does not.
 nightly: export SAMPLES := all
 nightly: .venv/installed .venv-tt/installed
 	$(BIN)/pytest tests/nightly $(TWO_WORKERS)

@@ -45,6 +45,9 @@ NUMBERS = ("items", "programs", "processes")
 ALONE, IN_POOL = "alone", "in a pool"
 """Kinds of processes: processes of multiprocessing are in a pool."""
 
+SHORT = "not thorough and not nightly"
+"""The expression of marks of `make test`."""
+
 MOST_SECONDS = 2.0
 """A test that takes more processor time says why, by @costly."""
 
@@ -469,10 +472,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if not config.getoption("budget"):
         return
-    if "SAMPLES" in os.environ or config.getoption("markexpr") != "not thorough":
-        raise pytest.UsageError(
-            "--budget needs -m 'not thorough' and no SAMPLES, as in `make test`"
-        )
+    if "SAMPLES" in os.environ or config.getoption("markexpr") != SHORT:
+        raise pytest.UsageError(f"--budget needs -m '{SHORT}' and no SAMPLES, as in `make test`")
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(Meter())
         return

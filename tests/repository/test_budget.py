@@ -246,7 +246,7 @@ def suite(pytester, monkeypatch):
     """A folder with one file of tests, and its row."""
     monkeypatch.delenv("SAMPLES", raising=False)
     pytester.makeini(
-        "[pytest]\nmarkers =\n    thorough: all the rest\naddopts = -m 'not thorough' -p no:logging"
+        "[pytest]\nmarkers =\n    thorough: all the rest\n    nightly: slow\naddopts = -m 'not thorough and not nightly' -p no:logging"
     )
     pytester.makeconftest(CONFTEST)
     pytester.mkdir("tests")
@@ -387,5 +387,5 @@ def test_other_runs_have_no_budget(suite, monkeypatch, samples, options):
     result = suite.runpytest("--budget=check", *options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["*--budget needs -m 'not thorough' and no SAMPLES, as in `make test`"]
+        ["*--budget needs -m 'not thorough and not nightly' and no SAMPLES, as in `make test`"]
     )

@@ -287,14 +287,18 @@ def _order(difference: Difference, axis: int) -> np.ndarray | None:
     distances = (a**2).sum(1)[:, None] + (e**2).sum(1)[None] - 2.0 * a @ e.T
     nearest = distances.min(axis=1)
     slack = a.shape[1] * difference.allowed["max"] ** 2 + 1e-9 * np.abs(distances).max(initial=0.0)
-    for order, _ in _plain_orders(box, size, in_time=difference.letters[axis] in "TS"):
+    for order, _, _ in _plain_orders(box, size, in_time=difference.letters[axis] in "TS"):
         if (distances[np.arange(len(box)), order] <= nearest + slack).all():
             return order
     return distances.argmin(axis=1)
 
 
-def _plain_orders(box: np.ndarray, size: int, *, in_time: bool) -> Iterator[tuple[np.ndarray, str]]:
-    """Yield named orders of the wrong indices, the simplest first: the source of each, and a
+def _plain_orders(
+    box: np.ndarray, size: int, *, in_time: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray, str]]:
+    """Yield named orders of the wrong indices, the simplest first.
+
+    Each has the source of every wrong index, the block of indices that is reordered, and a
     description.
     """
     begin, end = int(box[0]), int(box[-1])
@@ -307,14 +311,14 @@ def _plain_orders(box: np.ndarray, size: int, *, in_time: bool) -> Iterator[tupl
         for order, words in _block_orders(len(block)):
             moved = order != np.arange(len(block))
             if np.array_equal(block[moved], box):
-                yield block[order][moved], words
+                yield block[order][moved], block, words
     if in_time:
         if begin > 0:
-            yield box - 1, "taken from the one before"
+            yield box - 1, box, "taken from the one before"
         if end + 1 < size:
-            yield box + 1, "taken from the one after"
+            yield box + 1, box, "taken from the one after"
     for index in range(min(size, 2)):
-        yield np.full(len(box), index), f"all taken from {index}"
+        yield np.full(len(box), index), np.union1d(box, [index]), f"all taken from {index}"
 
 
 def _block_orders(count: int) -> Iterator[tuple[np.ndarray, str]]:
@@ -342,9 +346,14 @@ def _order_words(
     if len(box) == 2 and np.array_equal(order, box[::-1]):
         return f"{several} {box[0]} and {box[1]} are exchanged", 0
     size = difference.expected.shape[axis]
-    for plain_order, words in _plain_orders(box, size, in_time=difference.letters[axis] in "TS"):
-        if np.array_equal(plain_order, order):
+    is_time = difference.letters[axis] in "TS"
+    for plain_order, block, words in _plain_orders(box, size, in_time=is_time):
+        if not np.array_equal(plain_order, order):
+            continue
+        # In time, the findings say where.
+        if len(block) == size or is_time or len(block) > MOST_LISTED:
             return f"{several} are {words}", 0
+        return f"{several} {_spaced(block)} are {words}", 0
     if len(box) > MOST_LISTED:
         words = f"{several} are in a different order"
     elif len(box) == size:

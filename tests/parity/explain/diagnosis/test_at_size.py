@@ -508,7 +508,6 @@ def test_quick_noise_grows_with_the_values(problems):
 # ---- Zeros ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough  # a search of seconds for each; without one, `test_unsampled_error_is_found`
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_hidden_key_fails_in_16_bits(dtype):
     """One key wrongly hidden in the last of 200 rows fails in bfloat16 and float16."""
@@ -528,5 +527,7 @@ def test_hidden_key_fails_in_16_bits(dtype):
         }
 
     parity.assert_parity(stages([]), problem=problem)
+    wrong = stages([Edit(overrides={"hidden": hidden})])
     with pytest.raises(AssertionError):
-        parity.assert_parity(stages([Edit(overrides={"hidden": hidden})]), problem=problem)
+        # Whether it fails is the question, and a search of the cause would take a minute.
+        parity.assert_parity(wrong, problem=problem, diagnose=False)

@@ -286,8 +286,14 @@ def stages_with(case, names):
 
 
 @pytest.mark.costly("diagnoses twenty pairs of bugs")
-@sample(case=["cross"])
-@pytest.mark.parametrize("case", ["cached", "cross"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "cross",
+        # Each search with a cache is slow.
+        pytest.param("cached", marks=pytest.mark.nightly),
+    ],
+)
 def test_two_injected_bugs_are_named(case):
     """Among 20 random pairs of bugs, at least 80% of those that both show are named."""
     case = CASE_OF[case]
@@ -780,9 +786,14 @@ def test_malformed_stage_is_reported(stage, change, words):
         assert f"Not comparable: {stage} {words}" in str(both)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("case", "before"), [("causal", []), ("ragged", ["causal"]), ("decode", ["causal", "ragged"])]
+    ("case", "before"),
+    [
+        pytest.param("causal", [], marks=pytest.mark.thorough),
+        # Each search with a cache is slow.
+        pytest.param("ragged", ["causal"], marks=pytest.mark.nightly),
+        pytest.param("decode", ["causal", "ragged"], marks=pytest.mark.nightly),
+    ],
 )
 def test_outputs_never_blame_precision(case, before):
     """From outputs alone, no structural bug is called precision, which could fit most errors."""
@@ -796,7 +807,7 @@ def test_outputs_never_blame_precision(case, before):
     tried = [
         known for known in bugs_for(CASES[case]) if not known.is_loss and known.name not in left_out
     ]
-    for made in tried[:: 2 if case == "ragged" else 1]:  # each is slow with a cache
+    for made in tried:
         observed = observed_in(problem, [made])
         outputs = {
             name: x

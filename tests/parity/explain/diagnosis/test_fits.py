@@ -524,6 +524,8 @@ def test_any_order_of_any_axis_is_found(stage, axis, seed):
         ("q", 1, [3, 0, 1, 2], "heads are rolled by 1"),
         ("q", 1, [0, 0, 0, 0], "heads are all taken from 0"),
         ("q", 1, [0, 1, 0, 1], "heads 2 3 are taken from 0 1"),
+        # Not all heads are reversed.
+        ("q", 3, [0, 6, 2, 4, 3, 5, 1, 7], "features 1 3 4 6 are in reverse order"),
         ("q", 3, [4, 5, 6, 7, 0, 1, 2, 3], "features are exchanged by halves"),
         ("q", 3, [0, 2, 4, 6, 1, 3, 5, 7], "features are in halves, 0 2 4"),
         ("q", 3, [0, 4, 1, 5, 2, 6, 3, 7], "features are interleaved, instead of in halves"),
