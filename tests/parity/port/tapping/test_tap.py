@@ -1813,7 +1813,7 @@ def test_beams_with_two_caches_are_followed(tmp_path):
     assert verdict_by_folder(model, tapped, tmp_path).passed
 
 
-def test_lost_order_of_beams_shows_at_the_cache(monkeypatch):
+def test_lost_order_of_beams_is_shown(monkeypatch):
     """A cache that keeps its rows where beam search continues others has wrong keys."""
     model = of_six_layers("llama")
     # Calls of another prompt before do not matter.
