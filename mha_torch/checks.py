@@ -159,7 +159,7 @@ def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_kernel(kernel: object) -> None:
-    """Refuse a kernel that cannot be called."""
+    """Reject a kernel that cannot be called."""
     if not callable(kernel):
         rule = "be a function of q, k, v, a Mask and Scores"
         raise InputTypeError("kernel", rule, type(kernel).__name__)

@@ -72,7 +72,7 @@ def check_on_device(name: str, x: Tensor) -> None:
 
 
 def check_is_device(device: object) -> None:
-    """Refuse anything but a device."""
+    """Reject anything but a device."""
     if not isinstance(device, ttnn.MeshDevice):
         raise InputTypeError(
             "device", "be a ttnn.MeshDevice", type(device).__name__, hint="mha_tt.open_device()"
@@ -217,7 +217,7 @@ def check_finite(weights: Mapping[str, np.ndarray]) -> None:
 
 
 def check_kernel(kernel: object) -> None:
-    """Refuse a kernel that cannot be called."""
+    """Reject a kernel that cannot be called."""
     if not callable(kernel):
         rule = "be a function of q, k, v, a Mask and Scores"
         raise InputTypeError("kernel", rule, type(kernel).__name__)

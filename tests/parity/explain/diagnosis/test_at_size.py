@@ -529,5 +529,5 @@ def test_hidden_key_fails_in_16_bits(dtype):
     parity.assert_parity(stages([]), problem=problem)
     wrong = stages([Edit(overrides={"hidden": hidden})])
     with pytest.raises(AssertionError):
-        # Whether it fails is the question, and a search of the cause would take a minute.
+        # A search of the cause would take a minute.
         parity.assert_parity(wrong, problem=problem, diagnose=False)
