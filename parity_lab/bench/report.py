@@ -26,17 +26,17 @@ MOST_KERNELS = 3
 """Kernels of a contender that the table of operations names."""
 
 
-def print_bench(found: Bench, out: Console) -> None:
+def print_bench(measurements: Bench, out: Console) -> None:
     """Print a table for each framework, growth, and contenders that were left out."""
-    for framework in dict.fromkeys(row.framework for row in found.rows):
-        rows = [row for row in found.rows if row.framework == framework]
+    for framework in dict.fromkeys(row.framework for row in measurements.rows):
+        rows = [row for row in measurements.rows if row.framework == framework]
         _print_times(rows, framework, out)
         counted_rows = [row for row in rows if row.operations]
         if counted_rows:
             _print_operations(counted_rows, framework, out)
-    if found.growth:
-        _print_growth(found.growth, out)
-    for (framework, name, reason), count in found.left_out.items():
+    if measurements.growth:
+        _print_growth(measurements.growth, out)
+    for (framework, name, reason), count in measurements.left_out.items():
         rows_of_it = counted(count, "row")
         line = Text(f"left out: {name} ({framework}, {rows_of_it}): {reason}", style="yellow")
         out.print(line, soft_wrap=True)
@@ -206,12 +206,12 @@ def _growing_work(what: str) -> str:
 # ---- A picture -----------------------------------------------------------------------------------
 
 
-def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
+def plot_growth(measurements: Bench, path: str | os.PathLike[str]) -> None:
     """Draw time and memory of the causal core over the sequence length, for all libraries; whole or
     not at all.
 
     Args:
-        found: measurements with rows of the group `growth`.
+        measurements: with rows of the group `growth`.
         path: file to write; `.png` or `.svg` selects the format.
 
     Raises:
@@ -220,7 +220,7 @@ def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
         ValueError: if there are no rows to draw, or the path does not fit.
     """
     check_destination(path)
-    rows = [row for row in found.rows if row.group == "growth"]
+    rows = [row for row in measurements.rows if row.group == "growth"]
     if not rows:
         raise InputError("a plot", "have rows of the group growth", "none")
     write_whole(path, _draw(rows, Path(path).suffix.lower()[1:]))
