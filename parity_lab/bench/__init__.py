@@ -287,7 +287,7 @@ def bench_work(
     if "torch" in makers:
         makers["torch"] |= more
     if "jax" in makers and "torch" in makers:
-        # Rows of JAX show what a user of torch has; it is no library of JAX.
+        # Rows of JAX also show torch's own functions, which do not count as libraries of JAX.
         for name, make in makers["torch"].items():
             if name == "SDPA" or name in more:
                 makers["jax"][f"torch {name}"] = _not_counted(make)

@@ -131,7 +131,7 @@ def _computes(name: str) -> bool:
 
 
 def _returns_view(overload: Any) -> bool:
-    """Return whether a result is a view of an argument. One that is written is no view."""
+    """Return whether a result is a view of an argument, instead of one that is written."""
     aliases = [result.alias_info for result in overload._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
