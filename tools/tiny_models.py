@@ -358,7 +358,7 @@ def _with_sections(values, whole, recipe):
     if section:
         num_pairs = int(_head_dim(whole) * _fraction(whole)) // 2
         parts = [size * num_pairs // sum(section) for size in section]
-        # The first sections have what rounding has left.
+        # The first sections have the pairs that rounding has left.
         for index in range(num_pairs - sum(parts)):
             parts[index] += 1
         small["mrope_section"] = parts
@@ -413,28 +413,40 @@ def classes_of(model_type):
     cls = CONFIG_MAPPING[model_type]
     package = cls.__module__.rpartition(".")[0]
     names = MODEL_MAPPING_NAMES.get(model_type, ())
-    names = (names,) if isinstance(names, str) else names
-    found = []
-    for each in iter_modules(importlib.import_module(package).__path__):
-        if each.name.startswith("modeling_"):
-            module = importlib.import_module(f"{package}.{each.name}")
-            for value in vars(module).values():
-                is_own = (
-                    inspect.isclass(value)
-                    and issubclass(value, PreTrainedModel)
-                    and value.__module__ == module.__name__
-                )
-                if is_own and getattr(value, "config_class", None) is cls:
-                    found.append(value)
+    if isinstance(names, str):
+        names = (names,)
+    classes = []
+    for file in iter_modules(importlib.import_module(package).__path__):
+        if not file.name.startswith("modeling_"):
+            continue
+        module = importlib.import_module(f"{package}.{file.name}")
+        for value in vars(module).values():
+            if _is_model_of(value, module, cls) and value not in classes:
+                classes.append(value)
 
-    def rank(each):
-        name = each.__name__
-        kinds = ("Model", "ForConditionalGeneration", "Backbone", "ForCausalLM")
-        place = next((i for i, kind in enumerate(kinds) if name.endswith(kind)), len(kinds))
-        return (name not in names, place)
+    def rank(model_class):
+        name = model_class.__name__
+        return (name not in names, _rank_of_kind(name))
 
-    found = [each for each in found if "PreTrainedModel" not in each.__name__]
-    return sorted(dict.fromkeys(found), key=rank)
+    return sorted(classes, key=rank)
+
+
+def _is_model_of(value, module, config_class):
+    """Return whether a value is a model class of this module and configuration."""
+    if not inspect.isclass(value) or not issubclass(value, PreTrainedModel):
+        return False
+    if "PreTrainedModel" in value.__name__ or value.__module__ != module.__name__:
+        return False
+    return getattr(value, "config_class", None) is config_class
+
+
+def _rank_of_kind(name):
+    """Return the rank of a class by its name: the plainest have the lowest."""
+    kinds = ("Model", "ForConditionalGeneration", "Backbone", "ForCausalLM")
+    for rank, kind in enumerate(kinds):
+        if name.endswith(kind):
+            return rank
+    return len(kinds)
 
 
 class NoAttention(Exception):
@@ -444,17 +456,18 @@ class NoAttention(Exception):
 def attention_layers(model):
     """Return the names of the innermost attention modules with projections."""
     modules = dict(model.named_modules())
-    names = [
-        name
-        for name, module in modules.items()
-        if re.search("Attention|Attn", type(module).__name__)
-    ]
-    inner = [
-        name
-        for name in names
-        if not any(each != name and each.startswith(f"{name}." if name else "") for each in names)
-    ]
-    return [name for name in inner if sum(x.ndim >= 2 for x in modules[name].parameters()) > 1]
+    names = []
+    for name, module in modules.items():
+        if re.search("Attention|Attn", type(module).__name__):
+            names.append(name)
+    innermost = []
+    for name in names:
+        prefix = f"{name}." if name else ""
+        has_inner = any(other != name and other.startswith(prefix) for other in names)
+        num_matrices = sum(x.ndim >= 2 for x in modules[name].parameters())
+        if not has_inner and num_matrices > 1:
+            innermost.append(name)
+    return innermost
 
 
 def build(cls, config):
@@ -479,9 +492,9 @@ def build(cls, config):
         if not x.is_floating_point():
             continue
         if x.ndim <= 1:
-            parameter.data = torch.randn(x.shape) * 0.3 + (
-                1.0 if x.numel() and x.mean() > 0.5 else 0.0
-            )
+            # Scales of norms are around 1, biases around 0.
+            center = 1.0 if x.numel() and x.mean() > 0.5 else 0.0
+            parameter.data = torch.randn(x.shape) * 0.3 + center
         elif "att" in name.lower():
             parameter.data = torch.randn(x.shape) / math.sqrt(x[0].numel())
     return model
@@ -512,10 +525,19 @@ def find(config, *names, default=None):
 
 def every_value(config, *names):
     """Return the distinct values of a configuration and its parts under some names."""
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    own = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
-    found = own + [x for part in parts if part is not None for x in every_value(part, *names)]
-    return [x for index, x in enumerate(found) if x not in found[:index]]
+    values = []
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None and value not in values:
+            values.append(value)
+    for name in getattr(config, "sub_configs", ()):
+        part = getattr(config, name, None)
+        if part is None:
+            continue
+        for value in every_value(part, *names):
+            if value not in values:
+                values.append(value)
+    return values
 
 
 def makers_of(model, generator):
