@@ -28,40 +28,50 @@ def read_rows(path: str) -> dict[str, dict[str, Any]]:
         ValueError: if it is not a benchmark file.
     """
     content = json.loads(Path(path).read_text("utf-8"))
-    if (
-        not isinstance(content, dict)
-        or not SCHEMA.items() <= content.items()
-        or "rows" not in content
-    ):
+    has_schema = isinstance(content, dict) and SCHEMA.items() <= content.items()
+    if not has_schema or "rows" not in content:
         raise ValueError(
             f"{path} must be written by mha-parity bench --json, in version {SCHEMA['version']}"
         )
-    return {" ".join(_word(row[name]) for name in KEY if row[name]): row for row in content["rows"]}
+    return {name_of(row): row for row in content["rows"]}
 
 
-def _word(value: Any) -> str:
-    return "x".join(map(str, value)) if isinstance(value, list) else str(value)
+def name_of(row: dict[str, Any]) -> str:
+    """Return the name of the measurement of a row: `decode jax 1x4096x1024 float32`."""
+    words = []
+    for key in KEY:
+        value = row[key]
+        if not value:
+            continue
+        if isinstance(value, list):
+            value = "x".join(str(size) for size in value)
+        words.append(str(value))
+    return " ".join(words)
 
 
 def value_of(row: dict[str, Any], *, relative: bool) -> float | None:
-    """Return the compared value of a row: our time, or its share of the limit; memory if no time
-    was measured.
+    """Return the compared value of a row: our time in ms, or its ratio to the limit; memory in
+    bytes if no time was measured.
     """
     if row["ours_ms"] is None:
         return row["peak_bytes"]
-    return row["limit_ratio"] if relative else row["ours_ms"]
+    if relative:
+        return row["limit_ratio"]
+    return row["ours_ms"]
 
 
 def compare(
     before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], *, relative: bool = False
 ) -> list[tuple[str, float, float, float]]:
     """Return (row, before, after, after / before) for all common rows, the worst one first."""
-    found = []
+    compared = []
     for name in before.keys() & after.keys():
-        old, new = (value_of(rows[name], relative=relative) for rows in (before, after))
+        old = value_of(before[name], relative=relative)
+        new = value_of(after[name], relative=relative)
         if old and new is not None:
-            found.append((name, old, new, new / old))
-    return sorted(found, key=lambda row: (-row[3], row[0]))
+            compared.append((name, old, new, new / old))
+    # Names decide between equal ratios, so that the order does not depend on the set.
+    return sorted(compared, key=lambda row: (-row[3], row[0]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,25 +107,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     width = max(len(name) for name, *_ in rows)
     print(f"{'row':{width}} {'before':>10} {'after':>10} {'after / before':>15}")
+    num_worse = 0
     for name, old, new, ratio in rows:
-        unit = 1.0 if after[name]["ours_ms"] is not None else 1e-6
-        slower = (
-            "  slower"
-            if ratio > 1 + options.allow and unit == 1.0
-            else "  larger"
-            if ratio > 1 + options.allow
-            else ""
-        )
-        print(f"{name:{width}} {old * unit:10.4g} {new * unit:10.4g} {ratio:15.3f}{slower}")
-    for path, own, other in ((options.before, before, after), (options.after, after, before)):
-        if only := sorted(own.keys() - other.keys()):
-            print(f"only in {path}: {len(only)} rows, such as {only[0]}")
-    worse = sum(ratio > 1 + options.allow for *_, ratio in rows)
+        is_time = after[name]["ours_ms"] is not None
+        unit = 1.0 if is_time else 1e-6
+        remark = ""
+        if ratio > 1 + options.allow:
+            num_worse += 1
+            remark = "  slower" if is_time else "  larger"
+        print(f"{name:{width}} {old * unit:10.4g} {new * unit:10.4g} {ratio:15.3f}{remark}")
+    print_missing(options.before, before.keys() - after.keys())
+    print_missing(options.after, after.keys() - before.keys())
     print(
-        f"{len(rows)} rows compared, {worse} worse by more than {options.allow:.0%}; times in "
+        f"{len(rows)} rows compared, {num_worse} worse by more than {options.allow:.0%}; times in "
         f"ms, memory in MB"
     )
-    return 1 if worse else 0
+    return 1 if num_worse else 0
+
+
+def print_missing(path: str, names: set[str]) -> None:
+    """Print how many rows only one of the files has, with an example."""
+    if names:
+        print(f"only in {path}: {len(names)} rows, such as {min(names)}")
 
 
 if __name__ == "__main__":

@@ -34,13 +34,16 @@ class Sent(NamedTuple):
 
     def moved(self, devices: int) -> float:
         """Return the bytes that leave the device with the algorithm that sends least."""
+        # A device keeps its own share, and sends or receives that of each other device.
         share = (devices - 1) / devices
-        per_byte = {"all-reduce": 2 * share, "all-gather": share, "reduce-scatter": devices * share}
-        return (
-            self.times
-            * self.nbytes
-            * (per_byte | {"all-to-all": share, "collective-permute": 1.0})[self.kind]
-        )
+        sent_per_byte = {
+            "all-reduce": 2 * share,
+            "all-gather": share,
+            "reduce-scatter": devices * share,
+            "all-to-all": share,
+            "collective-permute": 1.0,
+        }
+        return self.times * self.nbytes * sent_per_byte[self.kind]
 
 
 @dataclass(frozen=True)
@@ -78,23 +81,26 @@ class Cost:
         device.
         """
         moved = self.moved_forward + self.moved_backward
-        return 3 * self.operations / moved if moved else float("inf")
+        if not moved:
+            return float("inf")
+        return 3 * self.operations / moved
 
 
 def why_not(
     spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens: int
 ) -> str | None:
     """Return why a plan does not divide a layer over this number of devices, or None if it does."""
-    counts = {"data": batch, "fully sharded": batch, "tensor": spec.num_heads, "ring": tokens}
-    counts["heads for tokens"] = spec.num_kv_heads
-    what = {
-        "data": "sequences",
-        "fully sharded": "sequences",
-        "tensor": "query heads",
-        "ring": "tokens",
-    }
-    what["heads for tokens"] = "key/value heads"
-    return f"{counts[plan]} {what[plan]}" if counts[plan] % devices else None
+    if plan in ("data", "fully sharded"):
+        count, what = batch, "sequences"
+    elif plan == "tensor":
+        count, what = spec.num_heads, "query heads"
+    elif plan == "heads for tokens":
+        count, what = spec.num_kv_heads, "key/value heads"
+    else:
+        count, what = tokens, "tokens"
+    if count % devices == 0:
+        return None
+    return f"{count} {what}"
 
 
 def cost_of(
@@ -120,69 +126,94 @@ def cost_of(
     check_spec(spec)
     if plan not in PLANS:
         raise InputError("plan", f"be one of {', '.join(PLANS)}", plan=plan)
-    for name, count in {
-        "devices": devices,
-        "batch": batch,
-        "tokens": tokens,
-        "itemsize": itemsize,
-    }.items():
+    counts = {"devices": devices, "batch": batch, "tokens": tokens, "itemsize": itemsize}
+    for name, count in counts.items():
         as_count(name, count)
-    if what := why_not(spec, plan, devices, batch=batch, tokens=tokens):
-        raise InputError(
-            "devices", f"divide the dimension of {plan}", f"{what} and devices={devices}"
-        )
-    shapes = {name: prod(shape) for name, shape in spec.weight_shapes.items()}
-    of_keys = sum(count for name, count in shapes.items() if name.startswith(("k_proj", "v_proj")))
-    numbers = sum(shapes.values())
-    weights, width = numbers * itemsize, spec.head_dim + spec.value_head_dim
-    operations = 2 * batch * tokens * numbers + batch * spec.num_heads * tokens**2 * width
-    held, forward, backward = float(weights), [], []
-    if devices > 1 and plan == "tensor":
-        whole = of_keys if spec.num_kv_heads % devices else 0
-        held = itemsize * (
-            (numbers - whole - _bias_of_output(shapes)) / devices + whole + _bias_of_output(shapes)
-        )
-        output = Sent("all-reduce", batch * tokens * spec.d_model * itemsize)
-        forward, backward = [output], [output]
-        backward += [Sent("all-reduce", whole * itemsize)] if whole else []
-        operations += (
-            2 * batch * tokens * whole * (devices - 1)
-        )  # each device computes all of these
-    elif devices > 1 and plan == "fully sharded":
-        held = weights / devices
-        forward = [Sent("all-gather", weights)]
-        backward = [Sent("all-gather", weights), Sent("reduce-scatter", weights / devices)]
-    elif devices > 1:
-        backward = [Sent("all-reduce", weights)]
-        exchanged = _of_tokens(spec, plan, devices, batch * tokens // devices, itemsize)
-        forward, backward = [*exchanged[0]], [*exchanged[1], *backward]
-    return Cost(devices, held, tuple(forward), tuple(backward), operations / devices)
+    undivided = why_not(spec, plan, devices, batch=batch, tokens=tokens)
+    if undivided is not None:
+        expected = f"divide the dimension of {plan}"
+        raise InputError("devices", expected, f"{undivided} and devices={devices}")
+
+    num_weights = sum(prod(shape) for shape in spec.weight_shapes.values())
+    width = spec.head_dim + spec.value_head_dim
+    # Attention: two operations for each pair of tokens and feature. The mask hides half the pairs.
+    operations = 2 * batch * tokens * num_weights + batch * spec.num_heads * tokens**2 * width
+    nbytes = num_weights * itemsize
+    if devices == 1:
+        return Cost(devices, float(nbytes), (), (), float(operations))
+    if plan == "tensor":
+        return _cost_of_tensor(spec, devices, batch * tokens, itemsize, operations)
+    if plan == "fully sharded":
+        gathered = Sent("all-gather", nbytes)
+        scattered = Sent("reduce-scatter", nbytes / devices)
+        share = operations / devices
+        return Cost(devices, nbytes / devices, (gathered,), (gathered, scattered), share)
+    # The other plans have all weights on each device, and add up their gradients.
+    forward, backward = _exchanges(spec, plan, devices, batch * tokens // devices, itemsize)
+    backward.append(Sent("all-reduce", nbytes))
+    return Cost(devices, float(nbytes), tuple(forward), tuple(backward), operations / devices)
 
 
-def _bias_of_output(shapes: dict[str, int]) -> int:
-    return shapes.get("out_proj.bias", 0)
+def _cost_of_tensor(
+    spec: AttentionSpec, devices: int, num_tokens: int, itemsize: int, operations: int
+) -> Cost:
+    """Return the costs of heads that are divided over devices.
+
+    Args:
+        spec: the layer.
+        devices: number of devices.
+        num_tokens: number of tokens of all sequences together.
+        itemsize: bytes of a number.
+        operations: floating-point operations of the forward pass on one device.
+    """
+    counts = {name: prod(shape) for name, shape in spec.weight_shapes.items()}
+    num_weights = sum(counts.values())
+    bias_of_output = counts.get("out_proj.bias", 0)
+    # Key/value heads that cannot be divided are on every device, which computes all of them.
+    num_repeated = 0
+    if spec.num_kv_heads % devices:
+        for name, count in counts.items():
+            if name.startswith(("k_proj", "v_proj")):
+                num_repeated += count
+    num_divided = num_weights - num_repeated - bias_of_output
+    weights = itemsize * (num_divided / devices + num_repeated + bias_of_output)
+    operations += 2 * num_tokens * num_repeated * (devices - 1)
+
+    # The sum over heads: of the output, and backward of the gradient of the input.
+    summed = Sent("all-reduce", num_tokens * spec.d_model * itemsize)
+    backward = [summed]
+    if num_repeated:
+        backward.append(Sent("all-reduce", num_repeated * itemsize))
+    return Cost(devices, weights, (summed,), tuple(backward), operations / devices)
 
 
-def _of_tokens(
-    spec: AttentionSpec, plan: Plan, devices: int, tokens: int, itemsize: int
+def _exchanges(
+    spec: AttentionSpec, plan: Plan, devices: int, num_tokens: int, itemsize: int
 ) -> tuple[list[Sent], list[Sent]]:
     """Return the collectives of attention, forward and backward, for the tokens of a device in all
-    its sequences.
+    its sequences; none if each device has whole sequences.
     """
-    head, value = spec.head_dim, spec.value_head_dim
-    of_queries, of_context = (tokens * spec.num_heads * x * itemsize for x in (head, value))
-    of_keys, of_values = (tokens * spec.num_kv_heads * x * itemsize for x in (head, value))
+    of_queries = num_tokens * spec.num_heads * spec.head_dim * itemsize
+    of_context = num_tokens * spec.num_heads * spec.value_head_dim * itemsize
+    of_keys = num_tokens * spec.num_kv_heads * spec.head_dim * itemsize
+    of_values = num_tokens * spec.num_kv_heads * spec.value_head_dim * itemsize
     if plan == "heads for tokens":
-        exchanged = [Sent("all-to-all", x) for x in (of_queries, of_keys, of_values, of_context)]
-        return exchanged, exchanged
+        # Heads for tokens, and after attention tokens for heads.
+        sizes = (of_queries, of_keys, of_values, of_context)
+        forward = [Sent("all-to-all", nbytes) for nbytes in sizes]
+        return forward, list(forward)
     if plan != "ring":
         return [], []
-    halves = [
-        Sent("collective-permute", x / 2, 2) for x in (of_queries, of_keys, of_values, of_context)
-    ]
-    round_trip = [Sent("collective-permute", x, devices - 1) for x in (of_keys, of_values)]
-    gathered = [
-        Sent("collective-permute", x / itemsize * GRADIENT_BYTES, devices)
-        for x in (of_keys, of_values)
-    ]
-    return [*halves, *round_trip], [*halves, *round_trip, *gathered]
+    forward = []
+    # Halves of the tokens change places before the ring and after it, so that all devices have
+    # equal work under a causal mask.
+    for nbytes in (of_queries, of_keys, of_values, of_context):
+        forward.append(Sent("collective-permute", nbytes / 2, 2))
+    for nbytes in (of_keys, of_values):
+        forward.append(Sent("collective-permute", nbytes, devices - 1))
+    # Backward the same, and the gradients of keys and values travel around the whole ring.
+    backward = list(forward)
+    for nbytes in (of_keys, of_values):
+        gradient_nbytes = nbytes / itemsize * GRADIENT_BYTES
+        backward.append(Sent("collective-permute", gradient_nbytes, devices))
+    return forward, backward

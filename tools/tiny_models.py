@@ -164,72 +164,96 @@ EXCEPTIONS = {
 def tiny_config(model_type, recipe):
     """Return a small configuration."""
     cls = CONFIG_MAPPING[model_type]
-    return cls(**_changed(_small(cls().to_dict(), recipe), EXCEPTIONS.get(model_type, {})))
+    values = _small(cls().to_dict(), recipe)
+    return cls(**_changed(values, EXCEPTIONS.get(model_type, {})))
 
 
 def _changed(values, changes):
     """Return the values of a configuration with changes, and of its parts, by the names of
     these.
     """
-    parts = {
-        name: _changed(values.get(name) or {}, x)
-        for name, x in changes.items()
-        if name.endswith("_config")
-    }
-    return {**values, **changes, **parts}
+    changed = {**values, **changes}
+    for name, change in changes.items():
+        if name.endswith("_config"):
+            changed[name] = _changed(values.get(name) or {}, change)
+    return changed
 
 
 def _small(values, recipe):
     """Return the values of a configuration, or of a part of it, made small."""
     if values.get("model_type") in TIMM:
         values = CONFIG_MAPPING["resnet"](out_indices=[2, 3, 4]).to_dict()
-    values = _given(values, recipe)
-    is_hierarchical = any(
-        isinstance(x, list) and HIERARCHICAL.search(name) for name, x in values.items()
-    )
-    recipe = recipe._replace(width="kept") if is_hierarchical else recipe
-    old = _first(values, *COUNTS, default=0)
-    kept = _kept_layers(
-        [x for x in values.values() if isinstance(x, (list, tuple)) and len(x) == old > 2], recipe
-    )
-    recipe = recipe._replace(layers=len(kept)) if kept else recipe
+    values = _arguments(values, recipe)
+    is_hierarchical = _is_hierarchical(values)
+    if is_hierarchical:
+        recipe = recipe._replace(width="kept")
+    num_layers = _first(values, *COUNTS, default=0)
+    kept_layers = _kept_layers(values, num_layers, recipe)
+    if kept_layers:
+        recipe = recipe._replace(layers=len(kept_layers))
+
     small = {}
     for name, x in values.items():
-        if (
-            isinstance(x, dict)
-            and x
-            and all(str(key).isdigit() and isinstance(y, dict) for key, y in x.items())
-        ):
-            layers = kept or range(recipe.layers or 10**6)
-            small[name] = {
-                layers.index(int(key)): _small(y, recipe)
-                for key, y in x.items()
-                if int(key) in layers
-            }
+        if _is_by_layer(x):
+            small[name] = _small_by_layer(x, kept_layers, recipe)
         elif isinstance(x, dict):
-            is_part = "model_type" in x or name.endswith("_config")
-            small[name] = _small(x, recipe) if is_part else _with_sections(x, values, recipe)
+            if "model_type" in x or name.endswith("_config"):
+                small[name] = _small(x, recipe)
+            else:
+                small[name] = _with_sections(x, values, recipe)
         elif isinstance(x, (list, tuple)):
-            is_kept = is_hierarchical and "out" in name
-            small[name] = (
-                list(x)
-                if is_kept
-                else [x[i] for i in kept]
-                if kept and len(x) == old
-                else _short(name, x, recipe)
-            )
+            if is_hierarchical and "out" in name:
+                small[name] = list(x)
+            elif kept_layers and len(x) == num_layers:
+                small[name] = [x[layer] for layer in kept_layers]
+            else:
+                small[name] = _short(name, x, recipe)
         elif x is None and (name != "head_dim" or recipe.derived):
             small[name] = ABSENT.get(name)
+        elif type(x) is int:
+            small[name] = _number(name, x, values, recipe)
         else:
-            small[name] = _number(name, x, values, recipe) if type(x) is int else x
+            small[name] = x
+
     if recipe.width == "fixed" and type(values.get("head_dim")) is int:
         small["head_dim"] = _head_dim(values)
     if "qk_rope_head_dim" in values and recipe.width == "fixed" and _sections(values):
         small["qk_rope_head_dim"] = _head_dim(values)
         small["qk_head_dim"] = small.get("qk_nope_head_dim", 0) + _head_dim(values)
-    patch = _first(values, "patch_size", default=0)
-    size = 64 if is_hierarchical or patch < 8 else 6 * patch
-    for name in ("image_size", "input_size") if recipe.images else ():
+    if recipe.images:
+        small |= _small_images(values, is_hierarchical)
+    return small
+
+
+def _is_hierarchical(values):
+    """Return whether a model has stages, with lists of their widths."""
+    lists = [name for name, x in values.items() if isinstance(x, list)]
+    return any(HIERARCHICAL.search(name) for name in lists)
+
+
+def _is_by_layer(x):
+    """Return whether a value has a configuration for each layer, by its number."""
+    if not isinstance(x, dict) or not x:
+        return False
+    return all(str(key).isdigit() and isinstance(part, dict) for key, part in x.items())
+
+
+def _small_by_layer(parts, kept_layers, recipe):
+    """Return the configurations of the layers that are kept, made small, by their new numbers."""
+    layers = kept_layers or range(recipe.layers or 10**6)
+    small = {}
+    for key, part in parts.items():
+        if int(key) in layers:
+            small[layers.index(int(key))] = _small(part, recipe)
+    return small
+
+
+def _small_images(values, is_hierarchical):
+    """Return the sizes of images, in pixels, that are larger than necessary, made small."""
+    patch_size = _first(values, "patch_size", default=0)
+    size = 64 if is_hierarchical or patch_size < 8 else 6 * patch_size
+    small = {}
+    for name in ("image_size", "input_size"):
         x = values.get(name)
         if type(x) is int and x > size:
             small[name] = size
@@ -238,27 +262,24 @@ def _small(values, recipe):
     return small
 
 
-def _given(values, recipe):
+def _arguments(values, recipe):
     """Return the arguments of a configuration, without derived ones."""
-    cls = (
-        CONFIG_MAPPING[values["model_type"]] if values.get("model_type") in CONFIG_MAPPING else None
-    )
+    cls = None
+    if values.get("model_type") in CONFIG_MAPPING:
+        cls = CONFIG_MAPPING[values["model_type"]]
     declared = getattr(cls, "__dataclass_fields__", {})
-    values = {name: x for name, x in values.items() if not LEFT_OUT.fullmatch(name)}
-    if declared:
-        values = {
-            name: x
-            for name, x in values.items()
-            if name in declared or name == "model_type" or "config" in name
-        }
-    if recipe.derived:
-        has_default = {name for name, each in declared.items() if each.default is not None}
-        values = {
-            name: x
-            for name, x in values.items()
-            if name in has_default or name not in declared or not x or isinstance(x, dict)
-        }
-    return values
+    arguments = {}
+    for name, x in values.items():
+        if LEFT_OUT.fullmatch(name):
+            continue
+        if declared and not (name in declared or name == "model_type" or "config" in name):
+            continue
+        if recipe.derived and name in declared:
+            has_default = declared[name].default is not None
+            if not has_default and x and not isinstance(x, dict):
+                continue
+        arguments[name] = x
+    return arguments
 
 
 def _first(values, *names, default):
@@ -266,15 +287,20 @@ def _first(values, *names, default):
     return next((values[name] for name in names if type(values.get(name)) is int), default)
 
 
-def _kept_layers(lists, recipe):
-    """Return the layers to keep: one of each kind, according to lists with one word per layer."""
-    if not lists or recipe.layers is None:
+def _kept_layers(values, num_layers, recipe):
+    """Return the layers to keep: one of each kind, according to lists with one word per layer; None
+    without such lists.
+    """
+    if num_layers <= 2 or recipe.layers is None:
+        return None
+    lists = [x for x in values.values() if isinstance(x, (list, tuple)) and len(x) == num_layers]
+    if not lists:
         return None
     kinds = [repr(kind) for kind in zip(*lists, strict=True)]
-    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:6]
-    return (
-        sorted({*firsts, *range(recipe.layers)}) if len(firsts) < recipe.layers else sorted(firsts)
-    )
+    first_layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:6]
+    if len(first_layers) < recipe.layers:
+        return sorted({*first_layers, *range(recipe.layers)})
+    return sorted(first_layers)
 
 
 def _number(name, x, values, recipe):
@@ -315,11 +341,10 @@ def _short(name, x, recipe):
     if not is_places or max(x) <= count:
         return list(x)
     places = sorted({min(each, count - 1) for each in x})
-    return (
-        places
-        if len(places) == len(x) or "out" not in name
-        else [*range(count - len(x) + 1, count + 1)]
-    )
+    if len(places) < len(x) and "out" in name:
+        # As many outputs as before, of the last layers.
+        return list(range(count - len(x) + 1, count + 1))
+    return places
 
 
 def _with_sections(values, whole, recipe):
@@ -327,15 +352,16 @@ def _with_sections(values, whole, recipe):
     if recipe.width != "fixed" or not isinstance(values, dict):
         return values
     small = {name: _with_sections(x, whole, recipe) for name, x in values.items()}
-    section = values.get("mrope_section") or (
-        "rope_theta" in values and _own_section(whole.get("model_type"))
-    )
+    section = values.get("mrope_section")
+    if not section and "rope_theta" in values:
+        section = _own_section(whole.get("model_type"))
     if section:
-        half = int(_head_dim(whole) * _fraction(whole)) // 2
-        parts = [each * half // sum(section) for each in section]
-        small["mrope_section"] = [
-            part + (place < half - sum(parts)) for place, part in enumerate(parts)
-        ]
+        num_pairs = int(_head_dim(whole) * _fraction(whole)) // 2
+        parts = [size * num_pairs // sum(section) for size in section]
+        # The first sections have the pairs that rounding has left.
+        for index in range(num_pairs - sum(parts)):
+            parts[index] += 1
+        small["mrope_section"] = parts
     return small
 
 
@@ -345,28 +371,28 @@ def _head_dim(values):
     """
     if "qk_rope_head_dim" in values:
         return 16 if _sections(values) else 8
-    dim, heads, hidden = (
-        _first(values, name, default=0)
-        for name in ("head_dim", "num_attention_heads", "hidden_size")
-    )
-    small = 32 if dim and heads and hidden and dim * heads != hidden else 16
-    return max(small, int(16 / _fraction(values))) if dim and _sections(values) else small
+    head_dim = _first(values, "head_dim", default=0)
+    num_heads = _first(values, "num_attention_heads", default=0)
+    d_model = _first(values, "hidden_size", default=0)
+    small = 16
+    if head_dim and num_heads and d_model and head_dim * num_heads != d_model:
+        small = 32
+    if head_dim and _sections(values):
+        return max(small, int(16 / _fraction(values)))
+    return small
 
 
 def _sections(values):
     """Return the sections of RoPE of a part, if it has some."""
-    return (values.get("rope_parameters") or {}).get("mrope_section") or _own_section(
-        values.get("model_type")
-    )
+    rope_parameters = values.get("rope_parameters") or {}
+    return rope_parameters.get("mrope_section") or _own_section(values.get("model_type"))
 
 
 def _fraction(values):
     """Return the share of the features of a head that RoPE turns."""
-    return (
-        (values.get("rope_parameters") or {}).get("partial_rotary_factor")
-        or values.get("partial_rotary_factor")
-        or 1.0
-    )
+    rope_parameters = values.get("rope_parameters") or {}
+    own = values.get("partial_rotary_factor")
+    return rope_parameters.get("partial_rotary_factor") or own or 1.0
 
 
 def _own_section(model_type):
@@ -387,28 +413,40 @@ def classes_of(model_type):
     cls = CONFIG_MAPPING[model_type]
     package = cls.__module__.rpartition(".")[0]
     names = MODEL_MAPPING_NAMES.get(model_type, ())
-    names = (names,) if isinstance(names, str) else names
-    found = []
-    for each in iter_modules(importlib.import_module(package).__path__):
-        if each.name.startswith("modeling_"):
-            module = importlib.import_module(f"{package}.{each.name}")
-            for value in vars(module).values():
-                is_own = (
-                    inspect.isclass(value)
-                    and issubclass(value, PreTrainedModel)
-                    and value.__module__ == module.__name__
-                )
-                if is_own and getattr(value, "config_class", None) is cls:
-                    found.append(value)
+    if isinstance(names, str):
+        names = (names,)
+    classes = []
+    for file in iter_modules(importlib.import_module(package).__path__):
+        if not file.name.startswith("modeling_"):
+            continue
+        module = importlib.import_module(f"{package}.{file.name}")
+        for value in vars(module).values():
+            if _is_model_of(value, module, cls) and value not in classes:
+                classes.append(value)
 
-    def rank(each):
-        name = each.__name__
-        kinds = ("Model", "ForConditionalGeneration", "Backbone", "ForCausalLM")
-        place = next((i for i, kind in enumerate(kinds) if name.endswith(kind)), len(kinds))
-        return (name not in names, place)
+    def rank(model_class):
+        name = model_class.__name__
+        return (name not in names, _rank_of_kind(name))
 
-    found = [each for each in found if "PreTrainedModel" not in each.__name__]
-    return sorted(dict.fromkeys(found), key=rank)
+    return sorted(classes, key=rank)
+
+
+def _is_model_of(value, module, config_class):
+    """Return whether a value is a model class of this module and configuration."""
+    if not inspect.isclass(value) or not issubclass(value, PreTrainedModel):
+        return False
+    if "PreTrainedModel" in value.__name__ or value.__module__ != module.__name__:
+        return False
+    return getattr(value, "config_class", None) is config_class
+
+
+def _rank_of_kind(name):
+    """Return the rank of a class by its name: the plainest have the lowest."""
+    kinds = ("Model", "ForConditionalGeneration", "Backbone", "ForCausalLM")
+    for rank, kind in enumerate(kinds):
+        if name.endswith(kind):
+            return rank
+    return len(kinds)
 
 
 class NoAttention(Exception):
@@ -418,17 +456,18 @@ class NoAttention(Exception):
 def attention_layers(model):
     """Return the names of the innermost attention modules with projections."""
     modules = dict(model.named_modules())
-    names = [
-        name
-        for name, module in modules.items()
-        if re.search("Attention|Attn", type(module).__name__)
-    ]
-    inner = [
-        name
-        for name in names
-        if not any(each != name and each.startswith(f"{name}." if name else "") for each in names)
-    ]
-    return [name for name in inner if sum(x.ndim >= 2 for x in modules[name].parameters()) > 1]
+    names = []
+    for name, module in modules.items():
+        if re.search("Attention|Attn", type(module).__name__):
+            names.append(name)
+    innermost = []
+    for name in names:
+        prefix = f"{name}." if name else ""
+        has_inner = any(other != name and other.startswith(prefix) for other in names)
+        num_matrices = sum(x.ndim >= 2 for x in modules[name].parameters())
+        if not has_inner and num_matrices > 1:
+            innermost.append(name)
+    return innermost
 
 
 def build(cls, config):
@@ -453,9 +492,9 @@ def build(cls, config):
         if not x.is_floating_point():
             continue
         if x.ndim <= 1:
-            parameter.data = torch.randn(x.shape) * 0.3 + (
-                1.0 if x.numel() and x.mean() > 0.5 else 0.0
-            )
+            # Scales of norms are around 1, biases around 0.
+            center = 1.0 if x.numel() and x.mean() > 0.5 else 0.0
+            parameter.data = torch.randn(x.shape) * 0.3 + center
         elif "att" in name.lower():
             parameter.data = torch.randn(x.shape) / math.sqrt(x[0].numel())
     return model
@@ -486,10 +525,19 @@ def find(config, *names, default=None):
 
 def every_value(config, *names):
     """Return the distinct values of a configuration and its parts under some names."""
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    own = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
-    found = own + [x for part in parts if part is not None for x in every_value(part, *names)]
-    return [x for index, x in enumerate(found) if x not in found[:index]]
+    values = []
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None and value not in values:
+            values.append(value)
+    for name in getattr(config, "sub_configs", ()):
+        part = getattr(config, name, None)
+        if part is None:
+            continue
+        for value in every_value(part, *names):
+            if value not in values:
+                values.append(value)
+    return values
 
 
 def makers_of(model, generator):

@@ -5,8 +5,9 @@ real grid of cores, but computes nothing. `board` opens one on any machine, with
 `shadow` adds the values. Together they validate a program and compute its results:
 
     with ttnn_mock.board("n150") as device:
-        x = ttnn.from_torch(torch.randn(2, 40, 64), dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT,
-        device=device) y = ttnn.to_torch(ttnn.softmax(x, dim=-1))
+        x = torch.randn(2, 40, 64)
+        x = ttnn.from_torch(x, dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=device)
+        y = ttnn.to_torch(ttnn.softmax(x, dim=-1))
 """
 
 from __future__ import annotations
@@ -42,32 +43,39 @@ def _t3000() -> str:
     """Return four n300: chips 0..3 are connected to the host, 4..7 to these; two links between
     neighbors.
     """
-    columns = range(4)
-    pairs = [
-        (f"chip: {c}, chan: {8 + link}", f"chip: {c + 4}, chan: {link}")
-        for c in columns
-        for link in (0, 1)
-    ]
-    for row in (0, 4):
-        for chip in (row, row + 1, row + 2):
-            pairs += [
-                (f"chip: {chip}, chan: {14 + link}", f"chip: {chip + 1}, chan: {6 + link}")
-                for link in (0, 1)
-            ]
-    harvesting = [
-        f"{{noc_translation: true, harvest_mask: {65 if c in columns else 5}}}" for c in range(8)
-    ]
-    boards = [
-        f"[board_id: {72058994491072686 + c}, board_type: n300, chips: [{c}, {c + 4}]]"
-        for c in columns
-    ]
+    links = []
+    for chip in range(4):
+        for link in (0, 1):
+            links.append(
+                f"[{{chip: {chip}, chan: {8 + link}}}, {{chip: {chip + 4}, chan: {link}}}]"
+            )
+    for chip in (0, 1, 2, 4, 5, 6):  # two rows of four chips
+        for link in (0, 1):
+            links.append(
+                f"[{{chip: {chip}, chan: {14 + link}}}, {{chip: {chip + 1}, chan: {6 + link}}}]"
+            )
+
+    architectures = []
+    positions = []
+    harvesting = []
+    for chip in range(8):
+        mask = 65 if chip < 4 else 5
+        architectures.append(f"{chip}: wormhole_b0")
+        positions.append(f"{chip}: [{chip % 4}, {chip // 4}, 0, 0]")
+        harvesting.append(f"{chip}: {{noc_translation: true, harvest_mask: {mask}}}")
+
+    boards = []
+    for chip in range(4):
+        board_id = 72058994491072686 + chip
+        boards.append(f"[board_id: {board_id}, board_type: n300, chips: [{chip}, {chip + 4}]]")
+
     lines = [
-        f"arch: {{{', '.join(f'{chip}: wormhole_b0' for chip in range(8))}}}",
-        f"chips: {{{', '.join(f'{chip}: [{chip % 4}, {chip // 4}, 0, 0]' for chip in range(8))}}}",
+        f"arch: {{{', '.join(architectures)}}}",
+        f"chips: {{{', '.join(positions)}}}",
         "ethernet_connections:",
-        *(f"  - [{{{first}}}, {{{second}}}]" for first, second in pairs),
-        f"chips_with_mmio: [{', '.join(f'{c}: {c}' for c in columns)}]",
-        f"harvesting: {{{', '.join(f'{chip}: {mask}' for chip, mask in enumerate(harvesting))}}}",
+        *[f"  - {link}" for link in links],
+        "chips_with_mmio: [0: 0, 1: 1, 2: 2, 3: 3]",
+        f"harvesting: {{{', '.join(harvesting)}}}",
         f"boards: [{', '.join(boards)}]",
     ]
     return "\n".join(lines) + "\n"
@@ -146,9 +154,8 @@ def use(board: str) -> None:
         )
     package = Path(ttnn.__file__).parent  # pyright: ignore
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = (
-        cache / "ttnn_mock" / f"{zlib.crc32(str(package).encode()):08x}"
-    )  # two environments must not share one
+    # Two environments must not share a folder.
+    root = cache / "ttnn_mock" / f"{zlib.crc32(str(package).encode()):08x}"
     if any(character.isspace() for character in str(root)):
         raise ValueError(
             f"the cache folder must have no blanks in its path, which ttnn's build cannot take, "
@@ -156,24 +163,19 @@ def use(board: str) -> None:
         )
     binaries = root / "runtime" / "sfpi" / "compiler" / "bin"
     binaries.mkdir(parents=True, exist_ok=True)
-    for name in (
-        "tt_metal",
-        "ttnn",
-        "runtime/hw",
-    ):  # without the last, each process links all kernels again
-        with suppress(FileExistsError):  # by an earlier process, or by one that runs right now
+    # Without runtime/hw, each process links all kernels again.
+    for name in ("tt_metal", "ttnn", "runtime/hw"):
+        with suppress(FileExistsError):  # by an earlier process, or one that runs right now
             (root / name).symlink_to(package / name)
     kernel = "".join(f"\\{byte:03o}" for byte in _kernel_elf())
     _write(binaries / "riscv-tt-elf-g++", _COMPILER.replace("KERNEL", kernel).encode(), mode=0o755)
     _write(root / f"{board}.yaml", BOARDS[board].encode())
     os.environ["TT_METAL_RUNTIME_ROOT"] = str(root)
-    os.environ["TT_METAL_CACHE"] = (
-        f"{root}/cache/"  # without the slash ttnn appends its key to the name
-    )
+    # Without the slash ttnn appends its key to the name.
+    os.environ["TT_METAL_CACHE"] = f"{root}/cache/"
     os.environ["TT_METAL_MOCK_CLUSTER_DESC_PATH"] = str(root / f"{board}.yaml")
-    os.environ.setdefault(
-        "TT_METAL_LOGS_PATH", str(root)
-    )  # otherwise "generated" appears in the working directory
+    # Otherwise a folder "generated" appears in the working directory.
+    os.environ.setdefault("TT_METAL_LOGS_PATH", str(root))
     os.environ.setdefault("TT_METAL_LOGGER_LEVEL", "fatal")
     os.environ.setdefault("TT_METAL_DISABLE_BACKTRACE", "1")
     ttnn.begin_trace_capture = _refuse_traces  # a trace would end the process
@@ -209,9 +211,8 @@ def board(name: str = "n150", *, values: bool = True) -> Iterator[ttnn.MeshDevic
         if name in MESHES:
             ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # only before a mesh is opened
             stack.callback(ttnn.set_fabric_config, ttnn.FabricConfig.DISABLED)
-            workers = ttnn.DispatchCoreConfig(
-                ttnn.DispatchCoreType.WORKER
-            )  # the default cores are not validated
+            # The default cores are not validated.
+            workers = ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)
             device = ttnn.open_mesh_device(
                 ttnn.MeshShape(*MESHES[name]), dispatch_core_config=workers
             )
@@ -243,9 +244,12 @@ def _kernel_elf(address: int = 0x10000) -> bytes:
     nor the code.
     """
     names = b"\0.text\0.rela.text\0.symtab\0.strtab\0.shstrtab\0"
-    text, symbols, strings = struct.pack("<I", 0x00008067), bytes(16), bytes(4)  # ret
+    text = struct.pack("<I", 0x00008067)  # the instruction ret
+    symbols = bytes(16)
+    strings = bytes(4)
     body = text + symbols + strings + names + bytes(-len(names) % 4)
-    at, sections_at = 96, 96 + len(body)
+    at = 96
+    sections_at = at + len(body)
     header = struct.pack(
         "<HHIIIIIHHHHHH", 2, 243, 1, address, 52, sections_at, 0, 52, 32, 1, 40, 6, 5
     )
@@ -263,9 +267,5 @@ def _kernel_elf(address: int = 0x10000) -> bytes:
         (name(b".shstrtab"), 3, 0, 0, at + 24, len(names), 0, 0, 1, 0),
     ]
     start = b"\x7fELF\x01\x01\x01" + bytes(9) + header + segment
-    return (
-        start
-        + bytes(at - len(start))
-        + body
-        + b"".join(struct.pack("<10I", *section) for section in sections)
-    )
+    table = b"".join(struct.pack("<10I", *section) for section in sections)
+    return start + bytes(at - len(start)) + body + table

@@ -46,7 +46,8 @@ def _linear(
     a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, **keywords: Any
 ) -> torch.Tensor:
     """ttnn's raises for a bias of two elements, which it treats as a matrix."""
-    bias = None if bias is None else bias.reshape(1, -1)
+    if bias is not None:
+        bias = bias.reshape(1, -1)
     return ttnn.get_golden_function(ttnn.linear)(a, b, bias=bias, **keywords)
 
 
@@ -59,12 +60,9 @@ def _scaled_dot_product_attention(
     With float32 sums and exact exponentials the operation returns 0 for some rows: see
     `_lost_rows`.
     """
-    if (
-        keywords.get("sliding_window_size")
-        and not keywords.get("is_causal", True)
-        and key.shape[2] % TILE
-    ):
-        # accepted by the operation, which then attends to the padding of the last tiles
+    is_causal = keywords.get("is_causal", True)
+    if keywords.get("sliding_window_size") and not is_causal and key.shape[2] % TILE:
+        # The operation accepts them, and attends to the padding of the last tiles.
         raise AssertionError(
             f"keys must be whole tiles with a window that is not causal, got "
             f"key.shape={tuple(key.shape)}"
@@ -72,9 +70,10 @@ def _scaled_dot_product_attention(
     context = _attend_unswallowed(
         ttnn.transformer.scaled_dot_product_attention, query, key, *others, **keywords
     )
-    config, program_config = keywords.get("compute_kernel_config"), keywords.get("program_config")
-    is_exact = program_config is not None and program_config.exp_approx_mode is False
-    if is_exact and config is not None and config.fp32_dest_acc_en:
+    config = keywords.get("compute_kernel_config")
+    program_config = keywords.get("program_config")
+    has_exact_exponentials = program_config is not None and program_config.exp_approx_mode is False
+    if has_exact_exponentials and config is not None and config.fp32_dest_acc_en:
         context = context.masked_fill(_lost_rows(query, key, **keywords), 0.0)
     return context
 
@@ -97,17 +96,22 @@ def _lost_rows(
     """
     import torch
 
-    factor = query.shape[3] ** -0.5 if scale is None else scale
-    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(2, 3)
+    score_scale = scale if scale is not None else query.shape[3] ** -0.5
+    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = query @ keys.transpose(2, 3)
+    factor = score_scale  # by which the kernel multiplies within the exponential
     if attn_mask is not None:
-        scores, factor = scores * factor + attn_mask, 1.0
+        # A mask is added to scaled scores.
+        scores = scores * score_scale + attn_mask
+        factor = 1.0
     elif is_causal:
-        every = torch.ones(scores.shape[2:], dtype=torch.bool)
-        hidden = every.triu(1) | every.tril(-(sliding_window_size or scores.shape[3]))
+        every_pair = torch.ones(scores.shape[2:], dtype=torch.bool)
+        window_size = sliding_window_size or scores.shape[3]
+        hidden = every_pair.triu(1) | every_pair.tril(-window_size)
         scores = scores.masked_fill(hidden, torch.finfo(torch.float32).min)
     largest = scores.float().amax(dim=3, keepdim=True)
-    cut = (largest.view(torch.int32) & -(2**16)).view(torch.float32)
-    return (largest - cut) * factor > math.log(torch.finfo(torch.float32).max)
+    truncated = (largest.view(torch.int32) & -(2**16)).view(torch.float32)
+    return (largest - truncated) * factor > math.log(torch.finfo(torch.float32).max)
 
 
 @golden("ttnn.transformer.scaled_dot_product_attention_decode")
@@ -116,10 +120,11 @@ def _scaled_dot_product_attention_decode(
 ) -> torch.Tensor:
     """Golden function for one token."""
     config = keywords.get("compute_kernel_config")
-    most = 128 if config is not None and config.fp32_dest_acc_en else 256
-    if (
-        query.shape[3] > most and query.shape[3] % most
-    ):  # accepted by the operation, which then returns garbage
+    # Float32 sums take twice the room.
+    has_float32_sums = config is not None and config.fp32_dest_acc_en
+    most = 128 if has_float32_sums else 256
+    if query.shape[3] > most and query.shape[3] % most:
+        # The operation accepts them, and returns garbage.
         raise AssertionError(
             f"heads must have at most {most} features in a step, or a multiple of that, got "
             f"{tuple(query.shape)}"
@@ -147,25 +152,29 @@ def _paged_scaled_dot_product_attention_decode(
     }
     _refuse_views("paged_scaled_dot_product_attention_decode", geometry)
     table = page_table_tensor.long()
-    if (
-        table.max() >= keys.shape[0]
-    ):  # accepted by the operation, which then reads outside the cache
+    if table.max() >= keys.shape[0]:
+        # The operation accepts it, and reads outside the cache.
         raise AssertionError(
             f"a page table must contain pages below {keys.shape[0]}, got {int(table.max())}"
         )
-    in_order = (pages[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for pages in (keys, values))
-    return _scaled_dot_product_attention_decode(query, *in_order, **keywords)
+    # (B, P, K, slots per page, H) -> (B, K, P * slots per page, H)
+    table = table.clamp(min=0)
+    keys_in_order = keys[table].transpose(1, 2).flatten(2, 3)
+    values_in_order = values[table].transpose(1, 2).flatten(2, 3)
+    return _scaled_dot_product_attention_decode(query, keys_in_order, values_in_order, **keywords)
 
 
 def _attend_unswallowed(
     operation: Any, query: torch.Tensor, *others: torch.Tensor, **keywords: Any
 ) -> torch.Tensor:
+    """Return ttnn's golden context, with NaN for a query that is not finite."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):  # its softmax still returns 0 for a row that is all -inf
         context = ttnn.get_golden_function(operation)(query, *others, **keywords)
-    return context.masked_fill(~torch.isfinite(query).all(-1, keepdim=True), torch.nan)
+    is_finite = torch.isfinite(query).all(-1, keepdim=True)
+    return context.masked_fill(~is_finite, torch.nan)
 
 
 @golden("ttnn.experimental.nlp_create_qkv_heads")
@@ -186,7 +195,9 @@ def _nlp_create_qkv_heads(
         )
     heads = packed.reshape(batch_size, seq_len, -1, head_dim).transpose(1, 2)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
-    return [q, k.transpose(2, 3) if transpose_k_heads else k, v]
+    if transpose_k_heads:
+        k = k.transpose(2, 3)
+    return [q, k, v]
 
 
 @golden("ttnn.experimental.nlp_create_qkv_heads_decode")
@@ -216,8 +227,7 @@ def _nlp_concat_heads_decode(x: torch.Tensor, *, num_heads: int, **_: Any) -> to
     return combined
 
 
-# ---- Rotary position embedding: the kernels round both products to bfloat16
-# ------------------------------------------
+# ---- Rotary position embedding: the kernels round both products to bfloat16 ----------------------
 
 
 @golden("ttnn.experimental.rotary_embedding_hf")
@@ -235,11 +245,12 @@ def _rotary_embedding(
     """Like `_rotary_embedding_hf`; with `token_idx` one row for all; the result has whole tiles of
     rows.
     """
-    first, count = (0, x.shape[2]) if token_idx is None else (token_idx, 1)
-    rows = slice(first, first + count)
+    rows = slice(0, x.shape[2])
+    if token_idx is not None:
+        rows = slice(token_idx, token_idx + 1)
     rotated = _rotated(x, _half_a_head_away(x), cos[:, :, rows], sin[:, :, rows])
     missing = -rotated.shape[2] % TILE
-    return rotated if not missing else _torch().nn.functional.pad(rotated, (0, 0, 0, missing))
+    return _torch().nn.functional.pad(rotated, (0, 0, 0, missing))
 
 
 @golden("ttnn.experimental.rotary_embedding_llama")
@@ -300,9 +311,8 @@ def _update_cache(
     """Write one token of each sequence, (1, K, B, H), into one slot of (B, K, S, H). ttnn's
     requires all sequences.
     """
-    if (
-        update_idx >= cache.shape[2]
-    ):  # accepted by the operation, which then writes outside the cache
+    if update_idx >= cache.shape[2]:
+        # The operation accepts it, and writes outside the cache.
         raise AssertionError(
             f"update_cache must stay within {cache.shape[2]} slots, got {update_idx}"
         )
@@ -328,19 +338,22 @@ def _paged_update_cache(
     With a page table (B, pages) the cache is (pages, K, slots per page, H).
     """
     _refuse_views("paged_update_cache", others)
-    if (
-        cache.shape[1] > TILE
-    ):  # accepted by the operation, which reads one row of tiles per sequence
+    if cache.shape[1] > TILE:
+        # The operation accepts them, and reads one row of tiles per sequence.
         raise AssertionError(
             f"paged_update_cache must have at most {TILE} heads, got {cache.shape[1]}"
         )
     cache = cache.clone()
-    slots = update_idxs if update_idxs_tensor is None else update_idxs_tensor.tolist()
-    for sequence, slot in enumerate(map(int, slots)):
-        if slot >= 0:
-            page, slot = _place("paged_update_cache", cache, page_table, sequence, slot)
-            if page >= 0:
-                cache[page, :, slot] = tokens[0, sequence, : cache.shape[1]]
+    slots = update_idxs
+    if update_idxs_tensor is not None:
+        slots = update_idxs_tensor.tolist()
+    for sequence, slot in enumerate(slots):
+        if slot < 0:
+            continue
+        page, slot_of_page = _place("paged_update_cache", cache, page_table, sequence, int(slot))
+        # A sequence that is skipped in the table has page -1.
+        if page >= 0:
+            cache[page, :, slot_of_page] = tokens[0, sequence, : cache.shape[1]]
     return cache
 
 
@@ -373,12 +386,15 @@ def _paged_fill_cache(
     page, H).
     """
     _refuse_views("paged_fill_cache", others)
-    sequences = [batch_idx] if batch_idx_tensor is None else batch_idx_tensor.flatten().tolist()
-    cache, page_size = cache.clone(), cache.shape[2]
-    for new, sequence in zip(tokens, map(int, sequences), strict=True):
-        for first in range(0, new.shape[1], page_size):
-            part = new[:, first : first + page_size]
-            page, _ = _place("paged_fill_cache", cache, page_table, sequence, first)
+    sequences = [batch_idx]
+    if batch_idx_tensor is not None:
+        sequences = batch_idx_tensor.flatten().tolist()
+    cache = cache.clone()
+    page_size = cache.shape[2]
+    for tokens_of_sequence, sequence in zip(tokens, sequences, strict=True):
+        for first in range(0, tokens_of_sequence.shape[1], page_size):
+            part = tokens_of_sequence[:, first : first + page_size]
+            page, _ = _place("paged_fill_cache", cache, page_table, int(sequence), first)
             if page >= 0:
                 cache[page, :, : part.shape[1]] = part
     return cache
@@ -391,7 +407,9 @@ def _place(
     outside a cache.)
     """
     page_size = cache.shape[2]
-    num_slots = page_size if page_table is None else page_table.shape[1] * page_size
+    num_slots = page_size
+    if page_table is not None:
+        num_slots = page_table.shape[1] * page_size
     if slot >= num_slots:
         raise AssertionError(f"{name} must stay within {num_slots} slots, got {slot}")
     if page_table is None:
@@ -415,8 +433,9 @@ def _refuse_views(name: str, others: dict[str, Any]) -> None:
         "batch_offset",
         "paged_cache_geometry",
     )
-    if given := [option for option in views if others.get(option)]:
-        raise NotImplementedError(f"{name} with {', '.join(given)} has no golden function")
+    requested = [option for option in views if others.get(option)]
+    if requested:
+        raise NotImplementedError(f"{name} with {', '.join(requested)} has no golden function")
 
 
 # ---- Dropout -------------------------------------------------------------------------------------
@@ -428,8 +447,9 @@ def _dropout(
 ) -> torch.Tensor:
     """Drop as many elements as the device, though different ones."""
     torch = _torch()
-    kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) >= probability
-    return x * kept * scale
+    generator = torch.Generator().manual_seed(seed)
+    is_kept = torch.rand(x.shape, generator=generator) >= probability
+    return x * is_kept * scale
 
 
 # ---- Collectives ---------------------------------------------------------------------------------
@@ -452,37 +472,32 @@ def collective(
         arguments, keywords: arguments of the operation, without the tensor.
         cluster_axis: axis of the mesh; default: all chips.
     """
-    found = list(parts)
-    for line in _lines_of(mesh, cluster_axis):
-        for chip, part in zip(
-            line,
-            COLLECTIVES[name]([parts[chip] for chip in line], *arguments, **keywords),
-            strict=True,
-        ):
-            found[chip] = part
-    return found
+    results = list(parts)
+    for chips in _groups_of_chips(mesh, cluster_axis):
+        inputs = [parts[chip] for chip in chips]
+        outputs = COLLECTIVES[name](inputs, *arguments, **keywords)
+        for chip, output in zip(chips, outputs, strict=True):
+            results[chip] = output
+    return results
 
 
-def _lines_of(mesh: tuple[int, ...], axis: int | None) -> list[list[int]]:
+def _groups_of_chips(mesh: tuple[int, ...], axis: int | None) -> list[list[int]]:
     """Return the groups of chips of a collective: those along an axis, for each index of the
     others; or all.
     """
     chips = np.arange(math.prod(mesh)).reshape(mesh)
-    return (
-        [chips.ravel().tolist()]
-        if axis is None
-        else np.moveaxis(chips, axis, -1).reshape(-1, mesh[axis]).tolist()
-    )
+    if axis is None:
+        return [chips.ravel().tolist()]
+    return np.moveaxis(chips, axis, -1).reshape(-1, mesh[axis]).tolist()
 
 
 def is_collective(name: str, golden_function: Golden) -> bool:
     """Return whether an operation is a collective, which a golden function of one chip cannot
     compute.
     """
-    return (
-        getattr(golden_function, "__module__", "") == "ttnn.operations.ccl"
-        or "ring_" in name.rpartition(".")[2]
-    )
+    module = getattr(golden_function, "__module__", "")
+    own_name = name.rpartition(".")[2]
+    return module == "ttnn.operations.ccl" or "ring_" in own_name
 
 
 def _all_reduce(parts: list[torch.Tensor], **_: Any) -> list[torch.Tensor]:

@@ -63,26 +63,25 @@ class Recording:
         Raises:
             OSError: if the file does not exist.
         """
-        with np.load(path) as held:
-            made_on, *lines = held["words"].tobytes().decode().split("\n")
-            arrays = [held[f"array{index}"] for index in range(len(held.files) - 2)]
-            return cls(
-                lines, [(total, size) for total, size in held["sums"].tolist()], arrays, made_on
-            )
+        with np.load(path) as file:
+            made_on, *lines = file["words"].tobytes().decode().split("\n")
+            sums = [(total, size) for total, size in file["sums"].tolist()]
+            num_arrays = len(file.files) - 2  # without words and sums
+            arrays = [file[f"array{index}"] for index in range(num_arrays)]
+        return cls(lines, sums, arrays, made_on)
 
 
 def read_back(tensor: ttnn.Tensor) -> np.ndarray:
     """Read back a tensor from a device that computes, exactly, as float32."""
+    on_host = ttnn.from_device(tensor)
     parts = [
-        ttnn.to_dtype(part, ttnn.float32).to_numpy()
-        for part in ttnn.get_device_tensors(ttnn.from_device(tensor))
+        ttnn.to_dtype(part, ttnn.float32).to_numpy() for part in ttnn.get_device_tensors(on_host)
     ]
     for chip, part in enumerate(parts):
         if not np.array_equal(part, parts[0], equal_nan=True):
             raise ValueError(
                 f"tensor must be the same on all chips to be read as one, got a different value on "
-                f"chip {chip} and "
-                f"shape={tuple(tensor.shape)}; {PARTS_HINT}"
+                f"chip {chip} and shape={tuple(tensor.shape)}; {PARTS_HINT}"
             )
     return parts[0]
 
@@ -91,10 +90,8 @@ def _describe_config(config: ttnn.WormholeComputeKernelConfig) -> str:
     """Describe a compute-kernel configuration, such as `HiFi3, float32 sums, no approximations`."""
     fidelity = str(config.math_fidelity).rpartition(".")[2]
     sums = "float32" if config.fp32_dest_acc_en else "bfloat16"
-    return (
-        f"{fidelity}, {sums} sums, "
-        f"{'approximations' if config.math_approx_mode else 'no approximations'}"
-    )
+    approximations = "approximations" if config.math_approx_mode else "no approximations"
+    return f"{fidelity}, {sums} sums, {approximations}"
 
 
 @contextmanager
@@ -134,13 +131,12 @@ class _Program:
     """Observer of uploads and operations, and source of arrays."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}  # of tensors, in order of first use
+        self._numbers: dict[int, int] = {}  # of tensors by their id, in order of first use
 
     def uploaded(self, tensor: ttnn.Tensor, array: np.ndarray, pad_value: float) -> None:
         """Record an uploaded array."""
-        numbers = np.nan_to_num(
-            np.asarray(array, np.float64).ravel(), nan=1.0, posinf=2.0, neginf=-2.0
-        )
+        numbers = np.asarray(array, np.float64).ravel()
+        numbers = np.nan_to_num(numbers, nan=1.0, posinf=2.0, neginf=-2.0)
         weights = 1.0 + np.arange(numbers.size) % 97  # so that the sum depends on the order
         self.add_sum(float(numbers @ weights), float(np.abs(numbers) @ weights))
         self.add(f"upload {self.words(tensor)} filled with {pad_value}")
@@ -148,26 +144,28 @@ class _Program:
     def __call__(
         self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> None:
-        """Compute the results of an operation; ttnn calls this hook after each."""
-        given = [
-            *map(self.words, arguments),
-            *(f"{name}={self.words(value)}" for name, value in keywords.items()),
-        ]
-        made = result if isinstance(result, list | tuple) else [result]
-        numbers = " ".join(f"#{self._number(x)}" for x in made if isinstance(x, ttnn.Tensor))
-        self.add(" ".join([operation.python_fully_qualified_name, *given, "->", numbers]))
+        """Add an operation to the program; ttnn calls this hook after each."""
+        words = [operation.python_fully_qualified_name]
+        for value in arguments:
+            words.append(self.words(value))
+        for name, value in keywords.items():
+            words.append(f"{name}={self.words(value)}")
+        words.append("->")
+        results = result if isinstance(result, list | tuple) else [result]
+        numbers = [f"#{self._number(x)}" for x in results if isinstance(x, ttnn.Tensor)]
+        words.append(" ".join(numbers))
+        self.add(" ".join(words))
 
     def words(self, value: Any) -> str:
         """Describe the arguments of an operation; tensors by number, shape and format, without
         their values.
         """
         if isinstance(value, ttnn.Tensor):
-            where = (
-                value.memory_config() if ttnn.is_tensor_storage_on_device(value) else "on the host"
-            )
-            return (
-                f"#{self._number(value)} {tuple(value.shape)} {value.dtype} {value.layout} {where}"
-            )
+            where = "on the host"
+            if ttnn.is_tensor_storage_on_device(value):
+                where = value.memory_config()
+            number = self._number(value)
+            return f"#{number} {tuple(value.shape)} {value.dtype} {value.layout} {where}"
         if isinstance(value, ttnn.MeshDevice):
             return "device"
         if isinstance(value, list | tuple):
@@ -198,14 +196,18 @@ class _Program:
 
 
 class _Recorder(_Program):
+    """Program that is recorded."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.recording, self._is_reading = Recording(), False
+        self.recording = Recording()
+        self._is_reading = False
 
     def __call__(
         self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> None:
-        if not self._is_reading:  # reading runs operations on a device, but none on a mock board
+        # Reading runs operations on a device, but none on a mock board.
+        if not self._is_reading:
             super().__call__(operation, arguments, keywords, result)
 
     def add(self, line: str) -> None:
@@ -234,40 +236,49 @@ class Replay(_Program):
         self, recording: Recording, otherwise: Callable[[ttnn.Tensor], np.ndarray]
     ) -> None:
         super().__init__()
-        self.made_on, self.differs, self._recording, self._otherwise = (
-            recording.made_on,
-            "",
-            recording,
-            otherwise,
-        )
-        self._num_lines = self._num_sums = self._num_arrays = 0
+        self.made_on = recording.made_on
+        self.differs = ""
+        self._recording = recording
+        self._otherwise = otherwise
+        # How much of the recording has been compared.
+        self._num_lines = 0
+        self._num_sums = 0
+        self._num_arrays = 0
 
     def add(self, line: str) -> None:
         """Compare the next action."""
-        index, self._num_lines = self._num_lines, self._num_lines + 1
-        was = self._recording.lines[index] if index < len(self._recording.lines) else "the end"
-        if line != was and not self.differs:
-            self.differs = f"step {index + 1} is {line!r} and was {was!r}"
+        recorded_lines = self._recording.lines
+        recorded_line = "the end"
+        if self._num_lines < len(recorded_lines):
+            recorded_line = recorded_lines[self._num_lines]
+        self._num_lines += 1
+        if line != recorded_line and not self.differs:
+            self.differs = f"step {self._num_lines} is {line!r} and was {recorded_line!r}"
 
     def add_sum(self, total: float, size: float) -> None:
         """Compare the sums of the next upload."""
-        index, self._num_sums = self._num_sums, self._num_sums + 1
+        index = self._num_sums
+        self._num_sums += 1
         if self.differs or index >= len(self._recording.sums):
             return
-        was, its_size = self._recording.sums[index]
-        if not abs(total - was) <= SAME_SUM * max(size, its_size):
+        recorded_total, recorded_size = self._recording.sums[index]
+        # Written so that a NaN differs.
+        is_same = abs(total - recorded_total) <= SAME_SUM * max(size, recorded_size)
+        if not is_same:
             self.differs = f"step {self._num_lines + 1} uploads other values"
 
     def download(self, tensor: ttnn.Tensor) -> np.ndarray:
         """Return the recorded array, or the value of golden functions."""
         self.add(f"read {self.words(tensor)}")
-        index, self._num_arrays = self._num_arrays, self._num_arrays + 1
-        return self._otherwise(tensor) if self.differs else self._recording.arrays[index].copy()
+        index = self._num_arrays
+        self._num_arrays += 1
+        if self.differs:
+            return self._otherwise(tensor)
+        return self._recording.arrays[index].copy()
 
     def end(self) -> None:
         """Check that the recording ends here."""
-        if not self.differs and self._num_lines < len(self._recording.lines):
-            self.differs = (
-                f"step {self._num_lines + 1} is the end and was "
-                f"{self._recording.lines[self._num_lines]!r}"
-            )
+        if self.differs or self._num_lines >= len(self._recording.lines):
+            return
+        recorded_line = self._recording.lines[self._num_lines]
+        self.differs = f"step {self._num_lines + 1} is the end and was {recorded_line!r}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -82,18 +83,18 @@ class Bench:
         """Contenders that were not measured, as (framework, contender, reason), with the number of
         rows.
         """
-        found: dict[tuple[str, str, str], int] = {}
+        counts: Counter[tuple[str, str, str]] = Counter()
         for row in self.rows:
             for name, reason in row.left_out.items():
-                found[row.framework, name, reason] = found.get((row.framework, name, reason), 0) + 1
-        return found
+                counts[row.framework, name, reason] += 1
+        return dict(counts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the measurements for JSON."""
-        left_out = [
-            {"framework": framework, "name": name, "reason": reason, "rows": count}
-            for (framework, name, reason), count in self.left_out.items()
-        ]
+        left_out = []
+        for (framework, name, reason), count in self.left_out.items():
+            facts = {"framework": framework, "name": name, "reason": reason, "rows": count}
+            left_out.append(facts)
         return {
             "environment": self.environment,
             "rows": [row.to_dict() for row in self.rows],
@@ -161,8 +162,12 @@ def count_rows(
 ) -> int:
     """Return how often `bench` calls `on_row` for the same arguments; it raises the same errors."""
     groups, frameworks, dtypes = checked(groups, frameworks, dtypes, device)
-    works = len(plan(groups, dtypes, quick=quick, long=device == "cuda"))
-    return works + (len(frameworks) + 1) * ("import" in groups) + ("convert" in groups)
+    num_rows = len(plan(groups, dtypes, quick=quick, long=device == "cuda"))
+    if "import" in groups:
+        num_rows += len(frameworks) + 1  # and `mha-parity --help`
+    if "convert" in groups:
+        num_rows += 1
+    return num_rows
 
 
 def checked(
@@ -176,20 +181,16 @@ def checked(
     """
     if device not in DEVICES:
         raise InputError("device", f"be one of {', '.join(DEVICES)}", device=device)
-    frameworks = (
-        [name for name in FRAMEWORKS if not why_missing(name)] if frameworks is None else frameworks
-    )
-    dtypes = ["bfloat16" if device == "cuda" else "float32"] if dtypes is None else dtypes
-    given = {
-        "groups": (groups, GROUPS),
-        "frameworks": (frameworks, FRAMEWORKS),
-        "dtypes": (dtypes, DTYPES),
-    }
-    for what, (names, known) in given.items():
-        if unknown := [name for name in names if name not in known]:
-            raise InputError(what, f"be among {', '.join(known)}", ", ".join(unknown))
+    if frameworks is None:
+        frameworks = [name for name in FRAMEWORKS if not why_missing(name)]
+    if dtypes is None:
+        dtypes = ["bfloat16" if device == "cuda" else "float32"]
+    _check_names("groups", groups, GROUPS)
+    _check_names("frameworks", frameworks, FRAMEWORKS)
+    _check_names("dtypes", dtypes, DTYPES)
     for name in frameworks:
-        if reason := why_missing(name):
+        reason = why_missing(name)
+        if reason:
             raise ModuleNotFoundError(reason)
     if not frameworks:
         raise ModuleNotFoundError(
@@ -205,13 +206,22 @@ def checked(
     return list(groups), list(frameworks), list(dtypes)
 
 
+def _check_names(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Reject names that do not exist."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InputError(what, f"be among {', '.join(known)}", ", ".join(unknown))
+
+
 def open_sides(
     frameworks: Sequence[str], device: str
 ) -> tuple[dict[str, Side], dict[str, dict[str, str]]]:
     """Return the benchmarks of these frameworks, and the descriptions of their contenders."""
-    if device == "cuda":  # otherwise JAX allocates most of the memory when it starts
+    if device == "cuda":
+        # Otherwise JAX allocates most of the memory when it starts.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    sides, names = {}, {}
+    sides = {}
+    names = {}
     for framework in frameworks:
         module = importlib.import_module(f"parity_lab.bench.{framework}")
         sides[framework] = module.Side(device) if framework == "torch" else module.Side()
@@ -220,31 +230,29 @@ def open_sides(
 
 
 def effort(quick: bool) -> dict[str, Any]:
-    """Return the time budget and the numbers of rounds of a row, arguments of `bench_work`."""
-    return {"budget_s": 0.3 if quick else 3.0, "rounds": (3, 9) if quick else (5, 15)}
+    """Return the time budget in seconds and the numbers of rounds of a row, arguments of
+    `bench_work`.
+    """
+    if quick:
+        return {"budget_s": 0.3, "rounds": (3, 9)}
+    return {"budget_s": 3.0, "rounds": (5, 15)}
 
 
 def environment_of(sides: Mapping[str, Side]) -> dict[str, Any]:
     """Return the environment, without the numerics lock, which is not held during measurements."""
     from parity.measure.backends.numerics import environment
 
-    found = environment(sides)
-    others = {
-        name: metadata.version(name)
-        for name in ("keras", "equinox", "transformers")
-        if find_spec(name)
-    }
-    backends = {
-        name: {k: v for k, v in facts.items() if k != "numerics"}
-        for name, facts in found["backends"].items()
-    }
+    facts = environment(sides)
+    packages = dict(facts["packages"])
+    for name in ("keras", "equinox", "transformers"):
+        if find_spec(name):
+            packages[name] = metadata.version(name)
+    backends = {}
+    for name, backend_facts in facts["backends"].items():
+        backends[name] = dict(backend_facts)
+        backends[name].pop("numerics", None)
     settings = {name: side.settings() for name, side in sides.items()}
-    return {
-        **found,
-        "packages": found["packages"] | others,
-        "backends": backends,
-        "settings": settings,
-    }
+    return {**facts, "packages": packages, "backends": backends, "settings": settings}
 
 
 # ---- A piece of work -----------------------------------------------------------------------------
@@ -271,23 +279,24 @@ def bench_work(
         inputs: arrays; by default they are drawn.
         more: functions that make more contenders of torch, by name.
     """
-    inputs = draw_inputs(work) if inputs is None else inputs
+    if inputs is None:
+        inputs = draw_inputs(work)
+    if more is None:
+        more = {}
     makers = {framework: side.contenders(work, inputs) for framework, side in sides.items()}
     if "torch" in makers:
-        makers["torch"] |= more or {}
-    shown = {
-        name: make
-        for name, make in makers.get("torch", {}).items()
-        if name == "SDPA" or name in (more or {})
-    }
-    if "jax" in makers:
-        makers["jax"] |= {f"torch {name}": _not_counted(make) for name, make in shown.items()}
-    return [
-        _bench_row(
-            work, framework, makers[framework], _probe(work, side), budget_s, rounds, profile
-        )
-        for framework, side in sides.items()
-    ]
+        makers["torch"] |= more
+    if "jax" in makers and "torch" in makers:
+        # Rows of JAX also show torch's own functions, which do not count as libraries of JAX.
+        for name, make in makers["torch"].items():
+            if name == "SDPA" or name in more:
+                makers["jax"][f"torch {name}"] = _not_counted(make)
+    rows = []
+    for framework, side in sides.items():
+        probe = _probe(work, side)
+        row = _bench_row(work, framework, makers[framework], probe, budget_s, rounds, profile)
+        rows.append(row)
+    return rows
 
 
 def _not_counted(make: Make) -> Make:
@@ -295,9 +304,12 @@ def _not_counted(make: Make) -> Make:
 
 
 def _probe(work: Work, side: Side) -> Probe | None:
+    """Return the measurement of the limit: matrix products, or reading if that dominates."""
     if not work.is_timed:
         return None
-    return side.matmul(work.dtype) if work.flops is not None else side.reading() or _reading()
+    if work.flops is not None:
+        return side.matmul(work.dtype)
+    return side.reading() or _reading()
 
 
 @cache
@@ -310,9 +322,10 @@ def _reading() -> Probe:
     import numpy as np
 
     cores = os.cpu_count() or 1
-    parts = np.array_split(np.ones(2**26, np.float32), cores)  # zeros would not be allocated
+    values = np.ones(2**26, np.float32)  # zeros would not be allocated
+    parts = np.array_split(values, cores)
     pool = ThreadPoolExecutor(cores)
-    return Probe(lambda: list(pool.map(np.max, parts)), 4.0 * 2**26)
+    return Probe(lambda: list(pool.map(np.max, parts)), float(values.nbytes))
 
 
 def _bench_row(
@@ -324,51 +337,18 @@ def _bench_row(
     rounds: tuple[int, int],
     profile: bool,
 ) -> Row:
-    try:
-        ours = makers[OURS]()
-        expected = ours.arrays(ours.run()) if work.is_timed else None
-    except Exception as error:
-        where = f"{work.what} {work.shape} in {work.dtype} on {framework}"
-        raise RuntimeError(
-            f"mha_{framework} must run {where}, got {type(error).__name__}: {error}"
-        ) from error
-    contenders, left_out = {OURS: ours}, {}
-    for name, make in makers.items():
-        if name == OURS:
-            continue
-        try:
-            contender = make()
-            if expected is not None and (reason := why_refused(work, expected, contender)):
-                left_out[name] = reason
-                continue
-        except (
-            Exception
-        ) as error:  # not installed, or the shape or dtype is not supported: the row has the reason
-            left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-            continue
-        contenders[name] = contender
-    fields: dict[str, Any] = {}
+    """Prepare the contenders of a framework, and measure them."""
+    contenders, left_out = _prepare(work, framework, makers)
+    times: dict[str, Any] = {}
     if work.is_timed:
-        runs = {name: contender.run for name, contender in contenders.items()}
-        # A cache fills up: half of its room is for the turns, the rest for warm-up runs.
-        room = max(1, (work.capacity - work.seq_len) // (2 * rounds[1]))
-        most_repeats = {name: room for name, contender in contenders.items() if contender.carries}
-        runs |= {LIMIT: probe.run} if probe else {}
-        seconds = run_in_turn(runs, budget_s=budget_s, rounds=rounds, most_repeats=most_repeats)
-        fields = times_of(
-            seconds,
-            not_counted=[name for name, contender in contenders.items() if not contender.counts],
-            amount=work.flops or work.nbytes,
-            probe=probe.amount if probe else None,
-        )
-    counts = (
-        {name: contender.operations() for name, contender in contenders.items()} if profile else {}
-    )
-    peaks = {
-        name: peak
-        for name, contender in contenders.items()
-        if (peak := contender.peak_bytes()) is not None
-    }
+        times = _measure_times(work, contenders, probe, budget_s, rounds)
+    operations = {}
+    if profile:
+        for name, contender in contenders.items():
+            operations[name] = contender.operations()
+    peaks = {}
+    for name, contender in contenders.items():
+        peaks[name] = contender.peak_bytes()
     return Row(
         work.what,
         framework,
@@ -376,17 +356,91 @@ def _bench_row(
         work.dtype,
         group=work.group,
         axes=work.axes,
-        peak_bytes=peaks.pop(OURS, None),
-        peers_peak_bytes=peaks,
+        peak_bytes=peaks.pop(OURS),
+        peers_peak_bytes=_known(peaks),
         left_out=left_out,
-        operations={name: found for name, found in counts.items() if found is not None},
-        **fields,
+        operations=_known(operations),
+        **times,
+    )
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a contender knows."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _prepare(
+    work: Work, framework: str, makers: Mapping[str, Make]
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Return the contenders, ours first, that compute the same, and by name the reasons why others
+    are left out.
+
+    Raises:
+        RuntimeError: if ours fails.
+    """
+    try:
+        ours = makers[OURS]()
+        expected = None
+        if work.is_timed:
+            expected = ours.arrays(ours.run())
+    except Exception as error:
+        where = f"{work.what} {work.shape} in {work.dtype} on {framework}"
+        raise RuntimeError(
+            f"mha_{framework} must run {where}, got {type(error).__name__}: {error}"
+        ) from error
+
+    contenders = {OURS: ours}
+    left_out = {}
+    for name, make in makers.items():
+        if name == OURS:
+            continue
+        # A library that is not installed, or does not support the shape or dtype, may raise any
+        # error. The row has it as the reason.
+        try:
+            contender = make()
+            reason = None
+            if expected is not None:
+                reason = why_refused(work, expected, contender)
+        except Exception as error:
+            left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
+        if reason is None:
+            contenders[name] = contender
+        else:
+            left_out[name] = reason
+    return contenders, left_out
+
+
+def _measure_times(
+    work: Work,
+    contenders: Mapping[str, Contender],
+    probe: Probe | None,
+    budget_s: float,
+    rounds: tuple[int, int],
+) -> dict[str, Any]:
+    """Return the fields of a row about times, see `times_of`."""
+    runs = {name: contender.run for name, contender in contenders.items()}
+    probe_amount = None
+    if probe is not None:
+        runs[LIMIT] = probe.run
+        probe_amount = probe.amount
+    # A cache fills up: half of its room is for the turns, the rest for warm-up runs.
+    _, most_rounds = rounds
+    room = max(1, (work.capacity - work.seq_len) // (2 * most_rounds))
+    most_repeats = {name: room for name, contender in contenders.items() if contender.carries}
+    seconds = run_in_turn(runs, budget_s=budget_s, rounds=rounds, most_repeats=most_repeats)
+    return times_of(
+        seconds,
+        not_counted=[name for name, contender in contenders.items() if not contender.counts],
+        amount=work.flops or work.nbytes,
+        probe=probe_amount,
     )
 
 
 def why_refused(work: Work, expected: Sequence[Any], contender: Contender) -> str | None:
     """Return why a contender is not timed, because its result differs from ours, or None."""
-    error, allowed = difference(expected, contender.arrays(contender.run())), ALLOWED[work.dtype]
+    error = difference(expected, contender.arrays(contender.run()))
+    allowed = ALLOWED[work.dtype]
     if error <= allowed:
         return None
     return f"its result differs by {error:.1e} of the largest value, the tolerance is {allowed:.0e}"

@@ -11,8 +11,6 @@ import random
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 from mha_spec import AttentionSpec
 from parity.measure.core.weights import random_weights
 from parity_lab.bench.imports import run_python
@@ -43,7 +41,7 @@ print(time.perf_counter() - begin)
 
 
 def bench_conversion(*, num_layers: int, repeats: int) -> list[Row]:
-    """A row for attention layers in float32, from LLaMA's layout in transformers to Meta's,
+    """Return a row for attention layers in float32, from LLaMA's layout in transformers to Meta's,
     on the disk.
 
     Args:
@@ -52,37 +50,31 @@ def bench_conversion(*, num_layers: int, repeats: int) -> list[Row]:
     """
     from safetensors.numpy import save_file
 
-    weights = {name.replace("out_proj", "o_proj"): x for name, x in random_weights(SPEC, 0).items()}
+    weights = {}
+    for name, weight in random_weights(SPEC, 0).items():
+        weights[name.replace("out_proj", "o_proj")] = weight
+    tensors = {}
+    for index in range(num_layers):
+        prefix = PREFIX.format(i=index)
+        for name, weight in weights.items():
+            tensors[f"{prefix}.{name}"] = weight
     with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder) / "source.safetensors", Path(folder) / "target.safetensors"
-        save_file(
-            {
-                f"{PREFIX.format(i=i)}.{name}": x
-                for i in range(num_layers)
-                for name, x in weights.items()
-            },
-            source,
-        )
+        source = Path(folder) / "source.safetensors"
+        target = Path(folder) / "target.safetensors"
+        save_file(tensors, source)
         seconds: dict[str, list[float]] = {name: [] for name in STEPS}
-        shuffle = random.Random(0).shuffle
+        rng = random.Random(0)
         for _ in range(repeats):
             names = list(STEPS)
-            shuffle(names)
+            rng.shuffle(names)
             for name in names:
                 program = PROGRAM.format(step=STEPS[name])
-                seconds[name].append(float(run_python("-c", program, str(source), str(target))))
+                output = run_python("-c", program, str(source), str(target))
+                seconds[name].append(float(output))
                 target.unlink()
         nbytes = float(source.stat().st_size)
     shape = [num_layers, 4, SPEC.d_model, SPEC.d_model]
-    fields = times_of(seconds, amount=nbytes, probe=nbytes)  # the limit is a copy of the file
-    return [
-        Row(
-            "convert",
-            "",
-            shape,
-            np.dtype(np.float32).name,
-            group="convert",
-            axes="layers 4 E E",
-            **fields,
-        )
-    ]
+    # The limit is a copy of the file.
+    fields = times_of(seconds, amount=nbytes, probe=nbytes)
+    row = Row("convert", "", shape, "float32", group="convert", axes="layers 4 E E", **fields)
+    return [row]

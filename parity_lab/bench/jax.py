@@ -64,12 +64,11 @@ class Side:
         def make(size: int) -> Probe:
             matrix = jnp.full((size, size), 0.5, dtype)
             compiled = jax.jit(jnp.matmul).lower(matrix, matrix).compile()
-            return Probe(lambda: jax.block_until_ready(compiled(matrix, matrix)), 2.0 * size**3)
+            return Probe(partial(_done, compiled, matrix, matrix), 2.0 * size**3)
 
         if dtype not in self._probes:
-            self._probes[dtype] = large_enough(
-                make, 1024 if jax.default_backend() == "cpu" else 8192
-            )
+            largest = 1024 if jax.default_backend() == "cpu" else 8192
+            self._probes[dtype] = large_enough(make, largest)
         return self._probes[dtype]
 
     def reading(self) -> Probe | None:
@@ -77,11 +76,9 @@ class Side:
         if jax.default_backend() == "cpu":
             return None
         if "reading" not in self._probes:
-            values = jnp.ones(2**28)
+            values = jnp.ones(2**28, jnp.float32)
             compiled = jax.jit(jnp.max).lower(values).compile()
-            self._probes["reading"] = Probe(
-                lambda: jax.block_until_ready(compiled(values)), 4.0 * 2**28
-            )
+            self._probes["reading"] = Probe(partial(_done, compiled, values), float(values.nbytes))
         return self._probes["reading"]
 
     def contenders(self, work: Work, inputs: Inputs) -> dict[str, Callable[[], Contender]]:
@@ -92,6 +89,20 @@ class Side:
         return makers[work.kind](work, inputs).contenders()
 
 
+def _done(compiled: Callable[..., Any], *args: Any) -> Any:
+    """Return the results of a compiled program after the device has computed them."""
+    return jax.block_until_ready(compiled(*args))
+
+
+def _same(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def _swap_heads(x: np.ndarray) -> np.ndarray:
+    """Return (B, S, N, H) as (B, N, S, H), and the inverse."""
+    return x.swapaxes(1, 2)
+
+
 def _contender(
     work: Work,
     function: Callable[..., Any],
@@ -99,7 +110,7 @@ def _contender(
     inputs: Sequence[Array],
     *others: Any,
     cotangent: Array | None = None,
-    restore: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    restore: Callable[[np.ndarray], np.ndarray] = _same,
     **options: bool,
 ) -> Contender:
     """Return `function(params, *inputs, *others)` compiled, with its backward pass if the work
@@ -115,7 +126,6 @@ def _contender(
         restore: brings an output, or the gradient of an input, into the order of ours.
         options: of `Contender`.
     """
-
     # The leaves of a tree are passed: to take a module apart can take longer than a small piece of
     # work.
     leaves, tree = jax.tree.flatten((params, tuple(inputs), others, cotangent))
@@ -126,23 +136,24 @@ def _contender(
 
     def backward(*leaves: Array) -> Any:
         params, inputs, others, cotangent = jax.tree.unflatten(tree, leaves)
-        output, pull_back = jax.vjp(
-            lambda params, inputs: function(params, *inputs, *others), params, inputs
-        )
-        weights, gradients = pull_back(cotangent)
-        return output, jax.tree.leaves(weights), gradients
+
+        def differentiated(params: Any, inputs: tuple[Array, ...]) -> Any:
+            return function(params, *inputs, *others)
+
+        output, pull_back = jax.vjp(differentiated, params, inputs)
+        weight_gradients, input_gradients = pull_back(cotangent)
+        return output, jax.tree.leaves(weight_gradients), input_gradients
+
+    def arrays(results: Any) -> list[np.ndarray]:
+        if work.backward:
+            output, _, input_gradients = results
+            results = (output, *input_gradients)
+        elif not isinstance(results, tuple):
+            results = (results,)
+        return [restore(np.asarray(x)) for x in results]
 
     compiled = jax.jit(backward if work.backward else forward).lower(*leaves).compile()
-
-    def arrays(found: Any) -> list[np.ndarray]:
-        if work.backward:
-            output, _, gradients = found
-            found = (output, *gradients)
-        return [restore(np.asarray(x)) for x in (found if isinstance(found, tuple) else (found,))]
-
-    return replace(
-        _compiled(compiled, lambda: jax.block_until_ready(compiled(*leaves)), arrays), **options
-    )
+    return replace(_compiled(compiled, partial(_done, compiled, *leaves), arrays), **options)
 
 
 def _compiled(
@@ -159,106 +170,102 @@ def _compiled(
 
 
 class _Core:
+    """Attention of split heads."""
+
     def __init__(self, work: Work, inputs: Inputs) -> None:
         self.work = work
         self.arrays = inputs.arrays
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
-        options: dict[str, Any] = {
-            "spec": self.work.spec,
-            "kernel": mha_jax.fused.attend,
-            **self.told(),
-        }
-        found = {
-            OURS: lambda: self.contender(_core_attention(**options)),
-            "jax.nn": lambda: self.of_jax_nn(),
-            "plain path": self.plain,
-        }
-        if self.work.soft_cap is not None or self.work.has_sinks:  # which jax.nn has not
-            del found["jax.nn"]
-            return {**found, "scores by hand": lambda: self.contender(self.scores_by_hand())}
+        makers = {OURS: self.ours}
+        if self.work.soft_cap is not None or self.work.has_sinks:  # jax.nn has neither
+            return {**makers, "plain path": self.plain, "scores by hand": self.scores_by_hand}
+        makers["jax.nn"] = self.jax_nn
+        makers["plain path"] = self.plain
         if jax.default_backend() == "gpu" and self.work.dtype != "float32":
-            found["jax.nn (cuDNN)"] = lambda: self.of_jax_nn("cudnn")
-        return found
+            makers["jax.nn (cuDNN)"] = partial(self.jax_nn, "cudnn")
+        return makers
 
-    def told(self) -> dict[str, Array]:
+    def mask_keywords(self) -> dict[str, Any]:
         """Return the lengths and the segments, as keywords of attention and of masks."""
-        found = {}
-        if self.work.is_padded:
-            found["key_padding_lengths"] = jnp.asarray(self.work.lengths, jnp.int32)
-        if self.work.num_segments > 1:
-            ids = np.repeat(
-                np.arange(self.work.num_segments, dtype=np.int32), self.work.segment_lengths
-            )
-            found["segment_ids"] = jnp.broadcast_to(
-                jnp.asarray(ids), (self.work.batch, self.work.seq_len)
-            )
-        return found
+        work = self.work
+        keywords = {}
+        if work.is_padded:
+            keywords["key_padding_lengths"] = jnp.asarray(work.lengths, jnp.int32)
+        if work.num_segments > 1:
+            ids = np.repeat(np.arange(work.num_segments, dtype=np.int32), work.segment_lengths)
+            shape = (work.batch, work.seq_len)
+            keywords["segment_ids"] = jnp.broadcast_to(jnp.asarray(ids), shape)
+        return keywords
 
     def contender(
         self,
         function: Callable[..., Any],
-        order: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+        order: Callable[[np.ndarray], np.ndarray] = _same,
         **options: bool,
     ) -> Contender:
-        """A function of arrays (B, N, S, H), or of those in a different order that is its own
-        inverse.
+        """Return a contender of a function of arrays (B, N, S, H), or of arrays whose axes have a
+        different order that is its own inverse.
         """
-        query, key, value, cotangent = (
-            jnp.asarray(order(self.arrays[name])) for name in ("query", "key", "value", "cotangent")
-        )
-
-        sinks = [jnp.asarray(self.arrays["sinks"])] if self.work.has_sinks else []
+        names = ("query", "key", "value")
+        inputs = [jnp.asarray(order(self.arrays[name])) for name in names]
+        if self.work.has_sinks:
+            inputs.append(jnp.asarray(self.arrays["sinks"]))
+        cotangent = jnp.asarray(order(self.arrays["cotangent"]))
 
         def attend(_: Any, query: Array, key: Array, value: Array, *sinks: Array) -> Array:
-            given = {"sinks": sinks[0]} if sinks else {}
-            return function(query, key, value, is_causal=self.work.is_causal, **given)
+            keywords = {"sinks": sinks[0]} if sinks else {}
+            return function(query, key, value, is_causal=self.work.is_causal, **keywords)
 
-        inputs = (query, key, value, *sinks)
         return _contender(
             self.work, attend, (), inputs, cotangent=cotangent, restore=order, **options
         )
 
+    def ours(self) -> Contender:
+        keywords = self.mask_keywords()
+        attend = _core_attention(spec=self.work.spec, kernel=mha_jax.fused.attend, **keywords)
+        return self.contender(attend)
+
     def plain(self) -> Contender:
         self.work.check_scores()
-        return self.contender(_core_attention(spec=self.work.spec, **self.told()), counts=False)
+        attend = _core_attention(spec=self.work.spec, **self.mask_keywords())
+        return self.contender(attend, counts=False)
 
-    def of_jax_nn(self, implementation: str | None = None) -> Contender:
-        attend: Any = jax.nn.dot_product_attention
-        if self.work.window_size is not None:
+    def jax_nn(self, implementation: str | None = None) -> Contender:
+        work = self.work
+        keywords: dict[str, Any] = {}
+        if work.window_size is not None:
             if implementation is None:
-                self.work.check_scores()
-            attend = partial(attend, local_window_size=(self.work.window_size - 1, 0))
-        if self.work.is_padded:
-            attend = partial(
-                attend, key_value_seq_lengths=jnp.asarray(self.work.lengths, jnp.int32)
-            )
-        if self.work.num_segments > 1:
-            hidden = mha_jax.create_attention_mask(
-                self.work.seq_len, segment_ids=self.told()["segment_ids"]
-            )
-            attend = partial(attend, mask=~hidden)
-        if self.work.spec.alibi_slopes is not None:
-            places = jnp.arange(self.work.seq_len, dtype=jnp.float32)
-            slopes = jnp.asarray(self.work.spec.alibi_slopes)[:, None, None]
-            bias = (slopes * (places - places[:, None])).astype(self.work.dtype)
-            attend = partial(attend, bias=bias[None])
+                work.check_scores()
+            keywords["local_window_size"] = (work.window_size - 1, 0)
+        if work.is_padded:
+            keywords["key_value_seq_lengths"] = jnp.asarray(work.lengths, jnp.int32)
+        if work.num_segments > 1:
+            ids = self.mask_keywords()["segment_ids"]
+            keywords["mask"] = ~mha_jax.create_attention_mask(work.seq_len, segment_ids=ids)
+        if work.spec.alibi_slopes is not None:
+            positions = jnp.arange(work.seq_len, dtype=jnp.float32)
+            slopes = jnp.asarray(work.spec.alibi_slopes)[:, None, None]
+            bias = (slopes * (positions - positions[:, None])).astype(work.dtype)
+            keywords["bias"] = bias[None]
+        attend: Any = jax.nn.dot_product_attention
+        attend = partial(attend, implementation=implementation, **keywords)
         # It takes (B, S, N, H).
-        return self.contender(
-            partial(attend, implementation=implementation), lambda x: x.swapaxes(1, 2)
-        )
+        return self.contender(attend, _swap_heads)
 
-    def scores_by_hand(self) -> Callable[..., Array]:
+    def scores_by_hand(self) -> Contender:
         hidden = mha_jax.create_attention_mask(
             self.work.seq_len, is_causal=True, window_size=self.work.window_size
         )
-        cap, scale = self.work.spec.soft_cap, self.work.spec.score_scale
+        cap = self.work.spec.soft_cap
+        scale = self.work.spec.score_scale
 
         def attend(
             query: Array, key: Array, value: Array, *, is_causal: bool, sinks: Array | None = None
         ) -> Array:
             scores = jnp.einsum("bnth,bnsh->bnts", query * scale, key)
-            scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+            if cap is not None:
+                scores = cap * jnp.tanh(scores / cap)
             scores = jnp.where(hidden, -jnp.inf, scores)
             if sinks is not None:
                 column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
@@ -266,12 +273,15 @@ class _Core:
             attn_weights = jax.nn.softmax(scores, axis=-1)[..., : key.shape[2]]
             return jnp.einsum("bnts,bnsh->bnth", attn_weights, value)
 
-        return attend
+        return self.contender(attend)
 
 
 class _Layer:
+    """A whole layer."""
+
     def __init__(self, work: Work, inputs: Inputs) -> None:
-        self.work, self.canonical = work, inputs.weights
+        self.work = work
+        self.canonical = inputs.weights
         # As every JAX library holds them, (in, out): so no transposition is timed.
         self.weights = {
             name: jnp.asarray(np.ascontiguousarray(x.T)) for name, x in inputs.weights.items()
@@ -282,33 +292,41 @@ class _Layer:
         self.dtype = jnp.dtype(work.dtype)
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
-        by_hand = (
-            {"softmax by hand": self.softmax_by_hand}
-            if self.work.need_weights
-            else {"jax.nn by hand": self.by_hand}
-        )
-        libraries = {
-            "flax.nnx": self.nnx,
-            "flax.linen": self.linen,
-            "keras": self.keras,
-            "equinox": self.equinox,
-        }
-        return {OURS: self.ours, **({**by_hand, **libraries} if self.work.layer is None else {})}
+        makers = {OURS: self.ours}
+        if self.work.layer is not None:
+            return makers  # the others lack what layers of models have
+        if self.work.need_weights:
+            makers["softmax by hand"] = self.softmax_by_hand
+        else:
+            makers["jax.nn by hand"] = self.by_hand
+        makers["flax.nnx"] = self.nnx
+        makers["flax.linen"] = self.linen
+        makers["keras"] = self.keras
+        makers["equinox"] = self.equinox
+        return makers
 
     def contender(self, function: Callable[..., Any], params: Any, *others: Any) -> Contender:
         return _contender(
             self.work, function, params, (self.x,), *others, cotangent=self.arrays.get("cotangent")
         )
 
-    def made(self, kind: Any) -> tuple[Any, Any]:
+    def our_module(self, kind: Any) -> tuple[Any, Any]:
         """Return our module with the weights of the work: its definition, and its weights."""
         module = kind(self.work.spec, param_dtype=self.dtype, rngs=nnx.Rngs(0))
         module.eval()
         graph, params = nnx.split(load_into(module, self.canonical, self.work.spec))
         return graph, params
 
-    def shown(self) -> Array | None:
-        """(B, 1, T, S), True = attend, of everything that is hidden; made beforehand."""
+    def foreign_module(self, name: str, **options: Any) -> Any:
+        """Return another library's layer with the weights of the work."""
+        adapter = load_adapter(name)
+        module = adapter.make(self.work.spec, self.work.dtype, **options)
+        return adapter.load_into(module, self.canonical)
+
+    def visible_keys(self) -> Array | None:
+        """Return the mask (B, 1, T, S), True = attend, made beforehand; None if nothing is
+        hidden.
+        """
         work = self.work
         if not (work.is_causal or work.is_padded):
             return None
@@ -317,22 +335,34 @@ class _Layer:
         )
         return ~jnp.broadcast_to(hidden, (work.batch, 1, work.seq_len, work.seq_len))
 
+    def visible_keys_of_all_heads(self) -> Array | None:
+        """Return the same mask as (B, T, S)."""
+        visible = self.visible_keys()
+        if visible is None:
+            return None
+        return visible[:, 0]
+
     def ours(self) -> Contender:
-        work = self.work
-        if work.need_weights:
-            graph, params = self.made(mha_jax.MultiHeadAttention)
-            mask = mha_jax.create_causal_mask(work.seq_len) if work.is_causal else None
-            return self.contender(
-                lambda p, x, m: nnx.merge(graph, p)(x, mask=m, need_weights=True), params, mask
-            )
-        graph, params = self.made(mha_jax.MultiHeadSelfAttention)
+        if self.work.need_weights:
+            return self.ours_with_weights()
+        graph, params = self.our_module(mha_jax.MultiHeadSelfAttention)
 
         def call(params: Any, x: Array, lengths: Array | None) -> Array:
-            return nnx.merge(graph, params)(
-                x, is_causal=work.is_causal, key_padding_lengths=lengths
-            )
+            module = nnx.merge(graph, params)
+            return module(x, is_causal=self.work.is_causal, key_padding_lengths=lengths)
 
         return self.contender(call, params, self.lengths)
+
+    def ours_with_weights(self) -> Contender:
+        graph, params = self.our_module(mha_jax.MultiHeadAttention)
+        causal = None
+        if self.work.is_causal:
+            causal = mha_jax.create_causal_mask(self.work.seq_len)
+
+        def call(params: Any, x: Array, mask: Array | None) -> Any:
+            return nnx.merge(graph, params)(x, mask=mask, need_weights=True)
+
+        return self.contender(call, params, causal)
 
     def heads(self, weights: Mapping[str, Array], x: Array) -> list[Array]:
         """Queries, keys and values, (B, S, N, H), which is the order of jax.nn."""
@@ -354,89 +384,79 @@ class _Layer:
         return self.contender(call, self.weights, self.lengths)
 
     def softmax_by_hand(self) -> Contender:
-        def call(weights: Any, x: Array, shown: Array | None) -> tuple[Array, Array]:
+        def call(weights: Any, x: Array, visible: Array | None) -> tuple[Array, Array]:
             query, key, value = self.heads(weights, x)
-            scores = jnp.einsum(
-                "btnh,bsnh->bnts", query * query.dtype.type(self.work.head_dim**-0.5), key
-            )
-            if shown is not None:
-                scores = jnp.where(shown, scores, -jnp.inf)
+            scale = query.dtype.type(self.work.head_dim**-0.5)
+            scores = jnp.einsum("btnh,bsnh->bnts", query * scale, key)
+            if visible is not None:
+                scores = jnp.where(visible, scores, -jnp.inf)
             attn_weights = jax.nn.softmax(scores)
-            return self.out(
-                weights, jnp.einsum("bnts,bsnh->btnh", attn_weights, value)
-            ), attn_weights
+            context = jnp.einsum("bnts,bsnh->btnh", attn_weights, value)
+            return self.out(weights, context), attn_weights
 
-        return self.contender(call, self.weights, self.shown())
+        return self.contender(call, self.weights, self.visible_keys())
 
     def nnx(self) -> Contender:
-        module = self.foreign("flax.nnx.MultiHeadAttention", deterministic=True)
+        module = self.foreign_module("flax.nnx.MultiHeadAttention", deterministic=True)
         graph, params, rest = nnx.split(module, nnx.Param, ...)
 
-        def call(params: Any, x: Array, shown: Array | None, rest: Any) -> Any:
+        def call(params: Any, x: Array, visible: Array | None, rest: Any) -> Any:
             module = nnx.merge(graph, params, rest)
             if not self.work.need_weights:
-                return module(x, mask=shown)
-            output, kept = nnx.capture(module, nnx.Intermediate)(x, mask=shown, sow_weights=True)
-            return output, jax.tree.leaves(kept)[0]
+                return module(x, mask=visible)
+            capture = nnx.capture(module, nnx.Intermediate)
+            output, captured = capture(x, mask=visible, sow_weights=True)
+            return output, jax.tree.leaves(captured)[0]
 
-        return self.contender(call, params, self.shown(), rest)
+        return self.contender(call, params, self.visible_keys(), rest)
 
     def linen(self) -> Contender:
-        module, variables = self.foreign(
-            "flax.linen.MultiHeadDotProductAttention", deterministic=True
-        ).unbind()
+        bound = self.foreign_module("flax.linen.MultiHeadDotProductAttention", deterministic=True)
+        module, variables = bound.unbind()
 
-        def call(params: Any, x: Array, shown: Array | None) -> Any:
+        def call(params: Any, x: Array, visible: Array | None) -> Any:
             if not self.work.need_weights:
-                return module.apply({"params": params}, x, mask=shown)
-            keywords = {"mask": shown, "sow_weights": True, "mutable": ["intermediates"]}
-            output, changed = module.apply({"params": params}, x, **keywords)
+                return module.apply({"params": params}, x, mask=visible)
+            output, changed = module.apply(
+                {"params": params}, x, mask=visible, sow_weights=True, mutable=["intermediates"]
+            )
             return output, jax.tree.leaves(changed)[0]
 
-        return self.contender(call, variables["params"], self.shown())
+        return self.contender(call, variables["params"], self.visible_keys())
 
     def keras(self) -> Contender:
         layer = keras_layer("jax", self.work.spec, self.work.dtype, self.canonical)
+        params = [variable.value for variable in layer.trainable_variables]
         others = [variable.value for variable in layer.non_trainable_variables]
-        shown = self.shown()
 
-        def call(params: Any, x: Array, shown: Array | None, others: Any) -> Any:
-            found, _ = layer.stateless_call(
+        def call(params: Any, x: Array, visible: Array | None, others: Any) -> Any:
+            results, _ = layer.stateless_call(
                 params,
                 others,
                 x,
                 x,
-                attention_mask=shown,
+                attention_mask=visible,
                 return_attention_scores=self.work.need_weights,
             )
-            return tuple(found) if self.work.need_weights else found
+            return tuple(results) if self.work.need_weights else results
 
-        params = [variable.value for variable in layer.trainable_variables]
-        return self.contender(call, params, None if shown is None else shown[:, 0], others)
+        return self.contender(call, params, self.visible_keys_of_all_heads(), others)
 
     def equinox(self) -> Contender:
         import equinox
 
         if self.work.need_weights:
             raise NotImplementedError("it does not give its attention weights")
-        module = self.foreign("equinox.nn.MultiheadAttention", inference=True)
+        module = self.foreign_module("equinox.nn.MultiheadAttention", inference=True)
         params, definition = equinox.partition(module, equinox.is_array)
 
-        def call(params: Any, x: Array, shown: Array | None) -> Array:
+        def call(params: Any, x: Array, visible: Array | None) -> Array:
             module = equinox.combine(params, definition)
-            if shown is None:
+            if visible is None:
                 return jax.vmap(lambda x: module(x, x, x))(x)
-            return jax.vmap(lambda x, shown: module(x, x, x, shown))(x, shown)
+            return jax.vmap(lambda x, visible: module(x, x, x, visible))(x, visible)
 
-        shown = self.shown()
-        return self.contender(call, params, None if shown is None else shown[:, 0])
-
-    def foreign(self, name: str, **options: Any) -> Any:
-        """Return another library's layer with the weights of the work."""
-        adapter = load_adapter(name)
-        return adapter.load_into(
-            adapter.make(self.work.spec, self.work.dtype, **options), self.canonical
-        )
+        return self.contender(call, params, self.visible_keys_of_all_heads())
 
 
 class _Prefill(_Layer):
@@ -446,7 +466,7 @@ class _Prefill(_Layer):
         return {OURS: self.ours, "static cache": self.static_cache}
 
     def ours(self) -> Contender:
-        graph, params = self.made(mha_jax.MultiHeadAttentionWithCache)
+        graph, params = self.our_module(mha_jax.MultiHeadAttentionWithCache)
 
         def call(params: Any, x: Array) -> Any:
             layer = nnx.merge(graph, params)
@@ -456,16 +476,14 @@ class _Prefill(_Layer):
         return self.contender(call, params)
 
     def static_cache(self) -> Contender:
-        work = self.work
+        room = ((0, 0), (0, self.work.capacity - self.work.seq_len), (0, 0), (0, 0))
 
         def call(weights: Any, x: Array) -> Any:
             query, key, value = self.heads(weights, x)
-            room = ((0, 0), (0, work.capacity - work.seq_len), (0, 0), (0, 0))
-            caches = [jnp.pad(each, room).swapaxes(1, 2) for each in (key, value)]
-            output = self.out(
-                weights, jax.nn.dot_product_attention(query, key, value, is_causal=True)
-            )
-            return output, *caches
+            keys = jnp.pad(key, room).swapaxes(1, 2)
+            values = jnp.pad(value, room).swapaxes(1, 2)
+            context = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+            return self.out(weights, context), keys, values
 
         return self.contender(call, self.weights)
 
@@ -485,63 +503,71 @@ class _Decode(_Layer):
 
     def carried(self, step: Callable[..., tuple[Array, Any]], params: Any, state: Any) -> Contender:
         """Return a compiled step from one state to the next."""
-        leaves, tree = jax.tree.flatten(params)
-        held, kind = jax.tree.flatten(state)
+        param_leaves, param_tree = jax.tree.flatten(params)
+        state_leaves, state_tree = jax.tree.flatten(state)
 
-        def call(leaves: list[Array], held: list[Array], x: Array) -> tuple[Array, list[Array]]:
-            output, state = step(
-                jax.tree.unflatten(tree, leaves), jax.tree.unflatten(kind, held), x
-            )
+        def call(
+            param_leaves: list[Array], state_leaves: list[Array], x: Array
+        ) -> tuple[Array, list[Array]]:
+            params = jax.tree.unflatten(param_tree, param_leaves)
+            state = jax.tree.unflatten(state_tree, state_leaves)
+            output, state = step(params, state, x)
             return output, jax.tree.leaves(state)
 
-        compiled = jax.jit(call, donate_argnums=1).lower(leaves, held, self.x).compile()
+        donating = jax.jit(call, donate_argnums=1)
+        compiled = donating.lower(param_leaves, state_leaves, self.x).compile()
 
         def run() -> Array:
-            nonlocal held
-            output, held = jax.block_until_ready(compiled(leaves, held, self.x))
+            nonlocal state_leaves
+            output, state_leaves = _done(compiled, param_leaves, state_leaves, self.x)
             return output
 
-        return replace(_compiled(compiled, run, lambda x: [np.asarray(x)]), carries=True)
+        def arrays(output: Array) -> list[np.ndarray]:
+            return [np.asarray(output)]
+
+        return replace(_compiled(compiled, run, arrays), carries=True)
 
     def with_room(self) -> list[Array]:
-        """The cached keys and values, (B, N, capacity, H)."""
+        """Return the cached keys and values, (B, N, capacity, H)."""
         room = ((0, 0), (0, 0), (0, self.work.capacity - self.work.seq_len), (0, 0))
         return [jnp.pad(self.arrays[name], room) for name in ("keys", "values")]
 
     def ours(self) -> Contender:
-        graph, params = self.made(mha_jax.MultiHeadAttentionWithCache)
+        graph, params = self.our_module(mha_jax.MultiHeadAttentionWithCache)
 
         def step(params: Any, cache: Any, x: Array) -> tuple[Array, Any]:
             return nnx.merge(graph, params)(x, cache)
 
-        return self.carried(step, params, self.state(nnx.merge(graph, params)))
+        return self.carried(step, params, self.filled_cache(nnx.merge(graph, params)))
 
-    def state(self, module: Any) -> Any:
+    def filled_cache(self, module: Any) -> Any:
         """Return our cache with the cached keys and values."""
+        batch, seq_len = self.work.batch, self.work.seq_len
         if "prompt" in self.arrays:
-            return module(
-                self.arrays["prompt"], module.init_cache(self.work.batch, self.work.capacity)
-            )[1]
-        lengths = jnp.full((self.work.batch,), self.work.seq_len, jnp.int32)
+            empty = module.init_cache(batch, self.work.capacity)
+            _, cache = module(self.arrays["prompt"], empty)
+            return cache
+        lengths = jnp.full((batch,), seq_len, jnp.int32)
         keys, values = self.with_room()
         return mha_jax.KVCache(keys, values, lengths)
 
     def concatenation(self) -> Contender:
         def call(weights: Any, x: Array, keys: Array, values: Array) -> Any:
             query, key, value = self.heads(weights, x)
-            keys, values = (
-                jnp.concatenate([keys, key], axis=1),
-                jnp.concatenate([values, value], axis=1),
-            )
-            return (
-                self.out(weights, jax.nn.dot_product_attention(query, keys, values)),
-                keys,
-                values,
-            )
+            keys = jnp.concatenate([keys, key], axis=1)
+            values = jnp.concatenate([values, value], axis=1)
+            context = jax.nn.dot_product_attention(query, keys, values)
+            return self.out(weights, context), keys, values
 
-        cached = [self.arrays[name].swapaxes(1, 2) for name in ("keys", "values")]
-        made = self.contender(call, self.weights, *cached)
-        return replace(made, arrays=lambda found: made.arrays(found)[:1])
+        keys = self.arrays["keys"].swapaxes(1, 2)
+        values = self.arrays["values"].swapaxes(1, 2)
+        contender = self.contender(call, self.weights, keys, values)
+
+        def output_alone(results: Any) -> list[np.ndarray]:
+            output, _, _ = results
+            return [np.asarray(output)]
+
+        return replace(contender, arrays=output_alone)
 
     def static_cache(self) -> Contender:
         def step(weights: Any, state: tuple[Array, Array, Array], x: Array) -> tuple[Array, Any]:
@@ -556,13 +582,12 @@ class _Decode(_Layer):
             return self.out(weights, context), (keys, values, filled + 1)
 
         keys, values = (x.swapaxes(1, 2) for x in self.with_room())
-        return self.carried(
-            step, self.weights, (keys, values, jnp.asarray(self.work.seq_len, jnp.int32))
-        )
+        filled = jnp.asarray(self.work.seq_len, jnp.int32)
+        return self.carried(step, self.weights, (keys, values, filled))
 
     def nnx(self) -> Contender:
         work = self.work
-        module = self.foreign("flax.nnx.MultiHeadAttention", decode=True, deterministic=True)
+        module = self.foreign_module("flax.nnx.MultiHeadAttention", decode=True, deterministic=True)
         module.init_cache((work.batch, work.capacity, work.d_model), dtype=self.dtype)
         graph, params, cache, rest = nnx.split(module, nnx.Param, nnx.Cache, ...)
         keys, values = (x.swapaxes(1, 2) for x in self.with_room())
@@ -598,8 +623,3 @@ def _core_attention(**options: Any) -> Callable[..., Array]:
         return context
 
     return attend
-
-
-def _first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with its first result only."""
-    return lambda *args, **keywords: function(*args, **keywords)[0]

@@ -11,13 +11,14 @@ from parity.port.foreign.keras import import_keras
 
 
 def keras_layer(framework: str, spec: AttentionSpec, dtype: str, weights: Weights) -> Any:
-    """A `keras.layers.MultiHeadAttention` with these weights; the framework that asks first is the
-    one it runs on.
+    """Return a `keras.layers.MultiHeadAttention` with these weights; Keras runs on the framework
+    that asks first.
 
     Raises:
         ImportError: if Keras is not installed, or runs on another framework.
     """
-    if (backend := import_keras(framework).backend.backend()) != framework:
+    backend = import_keras(framework).backend.backend()
+    if backend != framework:
         raise ImportError(
             f"Keras runs on one framework in a process, which is {backend} here (see KERAS_BACKEND)"
         )

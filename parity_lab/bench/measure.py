@@ -15,6 +15,9 @@ import numpy as np
 
 from parity_lab.bench.operations import Operations
 
+OURS, LIMIT = "ours", "limit"
+"""Names of our contender and of the probe of the limit."""
+
 TURN_S = 0.01  # shorter work is repeated within its turn
 MOST_REPEATS = 100
 # between turns, because the threads of a library spin for a while before they release their cores
@@ -125,12 +128,21 @@ class Row:
     extra_ms: float | None = None
     operations: dict[str, Operations] = field(default_factory=dict)
 
+    def ms_of(self, name: str) -> float | None:
+        """Return the time of a contender in milliseconds; None if it was not measured."""
+        if name == OURS:
+            return self.ours_ms
+        return self.peers.get(name)
+
+    def peak_bytes_of(self, name: str) -> int | None:
+        """Return the memory of a contender beyond inputs and results; None if unknown."""
+        if name == OURS:
+            return self.peak_bytes
+        return self.peers_peak_bytes.get(name)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the row for JSON."""
         return asdict(self)
-
-
-OURS, LIMIT = "ours", "limit"
 
 
 def times_of(
@@ -148,25 +160,34 @@ def times_of(
         amount: least amount of work, in the probe's unit.
         probe: amount of work of the probe.
     """
-    medians = {
-        name: 1e3 * statistics.median(times) for name, times in seconds.items() if name != LIMIT
-    }
-    ours = medians.pop(OURS)
-    counted = {name: ms for name, ms in medians.items() if name not in not_counted}
-    best = min(counted, key=counted.__getitem__, default=None)
-    limit = (
-        1e3 * min(seconds[LIMIT]) * amount / probe
-        if amount is not None and probe and LIMIT in seconds
-        else None
-    )
+    ours_ms = 1e3 * statistics.median(seconds[OURS])
+    peers = {}
+    for name, times in seconds.items():
+        if name not in (OURS, LIMIT):
+            peers[name] = 1e3 * statistics.median(times)
+
+    counted_peers = {name: ms for name, ms in peers.items() if name not in not_counted}
+    best_peer = None
+    ratio = None
+    if counted_peers:
+        best_peer = min(counted_peers, key=counted_peers.__getitem__)
+        ratio = counted_peers[best_peer] / ours_ms
+
+    limit_ms = None
+    limit_ratio = None
+    if amount is not None and probe and LIMIT in seconds:
+        # The machine's full speed is the probe's fastest run, not of its median.
+        limit_ms = 1e3 * min(seconds[LIMIT]) * amount / probe
+        limit_ratio = ours_ms / limit_ms
+
     return {
-        "ours_ms": ours,
-        "peers": medians,
-        "best_peer": best,
-        "ratio": None if best is None else counted[best] / ours,
-        "limit_ms": limit,
-        "limit_ratio": None if limit is None else ours / limit,
-        "not_counted": [name for name in medians if name in not_counted],
+        "ours_ms": ours_ms,
+        "peers": peers,
+        "best_peer": best_peer,
+        "ratio": ratio,
+        "limit_ms": limit_ms,
+        "limit_ratio": limit_ratio,
+        "not_counted": [name for name in peers if name in not_counted],
         "range_ms": [1e3 * min(seconds[OURS]), 1e3 * max(seconds[OURS])],
         "rounds": len(seconds[OURS]),
     }
@@ -194,37 +215,43 @@ def run_in_turn(
         clock: function that returns the time in seconds.
     """
 
-    def turn(name: str, repeats: int) -> float:
+    def seconds_of_turn(name: str, num_repeats: int) -> float:
         if warm_up:
             runs[name]()
         begin = clock()
-        for _ in range(repeats):
+        for _ in range(num_repeats):
             runs[name]()
-        return (clock() - begin) / repeats
+        return (clock() - begin) / num_repeats
 
-    most = dict.fromkeys(runs, MOST_REPEATS) | dict(most_repeats or {})
+    limits = dict.fromkeys(runs, MOST_REPEATS) | dict(most_repeats or {})
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        first = {name: turn(name, 1) for name in runs}
-        repeats = {
-            name: min(most[name], max(1, math.ceil(TURN_S / max(seconds, 1e-9))))
-            for name, seconds in first.items()
-        }
-        a_round = sum((repeats[name] + warm_up) * seconds for name, seconds in first.items())
-        count = max(rounds[0], min(rounds[1], int(budget_s / max(a_round, 1e-9))))
-        found: dict[str, list[float]] = {name: [] for name in runs}
-        names, shuffle = list(runs), random.Random(0).shuffle
-        for _ in range(count):
-            shuffle(names)
+        # A first turn shows how often each contender has to run in the later ones.
+        repeats = {}
+        seconds_of_round = 0.0
+        for name in runs:
+            seconds = seconds_of_turn(name, 1)
+            repeats_to_fill = math.ceil(TURN_S / max(seconds, 1e-9))
+            repeats[name] = min(limits[name], max(1, repeats_to_fill))
+            seconds_of_round += (repeats[name] + warm_up) * seconds
+        affordable = int(budget_s / max(seconds_of_round, 1e-9))
+        least_rounds, most_rounds = rounds
+        num_rounds = max(least_rounds, min(most_rounds, affordable))
+
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        names = list(runs)
+        rng = random.Random(0)
+        for _ in range(num_rounds):
+            rng.shuffle(names)
             for name in names:
                 time.sleep(PAUSE_S)
-                found[name].append(turn(name, repeats[name]))
+                times[name].append(seconds_of_turn(name, repeats[name]))
     finally:
         if was_enabled:
             gc.enable()
-    return found
+    return times
 
 
 def difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
@@ -234,61 +261,72 @@ def difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> floa
     if [x.shape for x in ours] != [x.shape for x in theirs]:
         return math.inf
     worst = 0.0
-    for mine, other in zip(ours, theirs, strict=True):
-        mine, other = mine.astype(np.float32), other.astype(np.float32)
-        scale = float(np.abs(mine).max(initial=0.0)) or 1.0
-        error = float(np.abs(mine - other).max(initial=0.0)) / scale
-        worst = max(worst, error if math.isfinite(error) else math.inf)
+    for our_values, their_values in zip(ours, theirs, strict=True):
+        our_values = our_values.astype(np.float32)
+        their_values = their_values.astype(np.float32)
+        scale = float(np.abs(our_values).max(initial=0.0)) or 1.0
+        error = float(np.abs(our_values - their_values).max(initial=0.0)) / scale
+        # `max` would drop a NaN.
+        if not math.isfinite(error):
+            return math.inf
+        worst = max(worst, error)
     return worst
+
+
+# ---- Growth --------------------------------------------------------------------------------------
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
     """Return the growth of a value with a size: the slope of their logarithms over the larger half;
     None if unknown.
     """
-    pairs = sorted((size, value) for size, value in zip(sizes, values, strict=True) if value > 0)
-    pairs = pairs[max(0, min(len(pairs) // 2, len(pairs) - 2)) :]  # at least two
-    if len(pairs) < 2 or pairs[0][0] == pairs[-1][0]:
+    points = sorted((size, value) for size, value in zip(sizes, values, strict=True) if value > 0)
+    if len(points) < 2:
         return None
-    x, y = np.log([pair[0] for pair in pairs]), np.log([pair[1] for pair in pairs])
-    return float(np.polyfit(x, y, 1)[0])
+    # The smaller half also has costs that do not grow. A slope needs two points.
+    first = min(len(points) // 2, len(points) - 2)
+    x, y = np.array(points[first:], np.float64).T
+    if x[0] == x[-1]:
+        return None
+    slope, _ = np.polyfit(np.log(x), np.log(y), 1)
+    return float(slope)
 
 
 def growth(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the growth of time and memory with the tokens S and the batch B, by work, framework,
     dtype, contender.
     """
-    found = []
     series: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
-        if row.group.startswith("growth"):
-            for name in (OURS, *row.peers):
-                series.setdefault((row.what, row.framework, row.dtype, name), []).append(row)
-    for (what, framework, dtype, name), of_name in series.items():
-        for axis, over in enumerate(of_name[0].axes.split()):
-            # Along S rows of the smallest batch, along B rows of the length with the most batches.
-            others = {tuple(n for i, n in enumerate(row.shape) if i != axis) for row in of_name}
-            lines = [
-                [row for row in of_name if tuple(np.delete(row.shape, axis)) == rest]
-                for rest in others
-            ]
-            line = max(lines, key=len)
-            if over not in "BS" or len(line) < 2:
+        if not row.group.startswith("growth"):
+            continue
+        for name in (OURS, *row.peers):
+            series.setdefault((row.what, row.framework, row.dtype, name), []).append(row)
+
+    exponents = []
+    for (what, framework, dtype, name), rows_of_series in series.items():
+        facts = {"what": what, "framework": framework, "dtype": dtype, "name": name}
+        for axis, letter in enumerate(rows_of_series[0].axes.split()):
+            if letter not in "BS":
+                continue
+            line = _longest_line(rows_of_series, axis)
+            if len(line) < 2:
                 continue
             sizes = [row.shape[axis] for row in line]
-            ours = name == OURS
-            ms = [(row.ours_ms if ours else row.peers.get(name)) or 0.0 for row in line]
-            peak = [
-                (row.peak_bytes if ours else row.peers_peak_bytes.get(name)) or 0.0 for row in line
-            ]
-            for of, values in (("time", ms), ("memory", peak)):
-                key = {
-                    "what": what,
-                    "framework": framework,
-                    "dtype": dtype,
-                    "name": name,
-                    "of": of,
-                    "over": over,
-                }
-                found.append({**key, "exponent": exponent(sizes, values)})
-    return found
+            ms = [row.ms_of(name) or 0.0 for row in line]
+            peaks = [row.peak_bytes_of(name) or 0.0 for row in line]
+            for of, values in (("time", ms), ("memory", peaks)):
+                slope = exponent(sizes, values)
+                exponents.append({**facts, "of": of, "over": letter, "exponent": slope})
+    return exponents
+
+
+def _longest_line(rows: Sequence[Row], axis: int) -> list[Row]:
+    """Return the most rows whose shapes differ along one axis only: along S those of the smallest
+    batch, along B those of the length with the most batches.
+    """
+    lines: dict[tuple[int, ...], list[Row]] = {}
+    for row in rows:
+        other_sizes = (*row.shape[:axis], *row.shape[axis + 1 :])
+        lines.setdefault(other_sizes, []).append(row)
+    return max(lines.values(), key=len)

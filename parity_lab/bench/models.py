@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from mha_spec import InputError
+from mha_spec import AttentionSpec, InputError
 from parity.port.conversion.checkpoint import Checkpoint
 from parity.port.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.port.conversion.layers import FileLayer
@@ -57,12 +57,13 @@ def bench_model(
     sides, names = open_sides(frameworks, device)
     rows = []
     with Checkpoint.open(path) as checkpoint:
-        found = checkpoint.layers(LayerHints.by(CALLER, **said), layout, prefix)
-        found.warn_if_incomplete()
+        open_layers = checkpoint.layers(LayerHints.by(CALLER, **said), layout, prefix)
+        open_layers.warn_if_incomplete()
+        # Made for the first layer that needs it, and only if torch is measured.
         skeleton = cache(partial(_skeleton, checkpoint))
-        for layer, label in _alike(chosen_layers(found.in_order, layers)):
+        for layer, label in _alike(chosen_layers(open_layers.in_order, layers)):
             weights, _ = layer.load()
-            for work in (each for dtype in dtypes for each in _works(layer, label, dtype, quick)):
+            for work in _works(layer, label, dtypes, quick):
                 on_row(f"{work.what} {work.shape}")
                 inputs = draw_inputs(work, weights)
                 more: dict[str, Make] = {}
@@ -81,49 +82,69 @@ def bench_model(
 
 def _alike(layers: Sequence[FileLayer]) -> list[tuple[FileLayer, str]]:
     """Return the first of equal layers, with all of them in words: `layers 0-4, 6`."""
-    found: dict[Any, list[FileLayer]] = {}
+    groups: dict[tuple[AttentionSpec, bool, str], list[FileLayer]] = {}
     for layer in layers:
-        if not layer.is_cross:
-            part = layer.prefix.split(".")[0] if layer.model is None else layer.model.part
-            found.setdefault((layer.spec, _is_causal(layer), part), []).append(layer)
-    if not found:
+        if layer.is_cross:
+            continue
+        key = (layer.spec, _is_causal(layer), _part_of(layer))
+        groups.setdefault(key, []).append(layer)
+    if not groups:
         raise InputError("there", "be a layer that attends to its own tokens to measure", "none")
-    parts = {part for _, _, part in found}
-    named = []
-    for (_, _, part), group in found.items():
-        of_part = f"{part} " if len(parts) > 1 and part else ""
-        named.append((group[0], f"{of_part}{_in_words([number_of(layer) for layer in group])}"))
-    return named
+    has_parts = len({part for _, _, part in groups}) > 1
+    labeled = []
+    for (_, _, part), group in groups.items():
+        label = _in_words([number_of(layer) for layer in group])
+        if has_parts and part:
+            label = f"{part} {label}"
+        labeled.append((group[0], label))
+    return labeled
+
+
+def _part_of(layer: FileLayer) -> str:
+    """Return the part of the model that a layer belongs to, such as `encoder`."""
+    if layer.model is not None:
+        return layer.model.part
+    return layer.prefix.split(".")[0]
 
 
 def _in_words(numbers: Sequence[int]) -> str:
     """Return numbers in words: `layers 0-4, 6`."""
+    different = sorted(set(numbers))
     runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
+    for number in different:
         if runs and runs[-1][-1] == number - 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    words = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"layer{'s' * (len(set(numbers)) > 1)} {words}"
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    noun = "layer" if len(different) == 1 else "layers"
+    return f"{noun} {', '.join(words)}"
 
 
 def _is_causal(layer: FileLayer) -> bool:
-    """Return if a layer is causal, which is the default."""
+    """Return whether a layer is causal, which is the default."""
     return layer.model is None or layer.model.is_causal
 
 
-def _works(layer: FileLayer, label: str, dtype: str, quick: bool) -> list[Work]:
-    spec, is_causal = layer.spec, _is_causal(layer)
-    about: dict[str, Any] = {"num_heads": spec.num_heads, "head_dim": spec.head_dim, "dtype": dtype}
-    about |= {"layer": spec, "label": label}
+def _works(layer: FileLayer, label: str, dtypes: Sequence[str], quick: bool) -> list[Work]:
+    """Return the pieces of work of a layer: many tokens and, if it is causal, one more token after
+    the most of them.
+    """
     lengths = (256,) if quick else (256, 1024)
-    found = [
-        Work("model", "layer", 1, seq_len, is_causal=is_causal, **about) for seq_len in lengths
-    ]
-    return found + [
-        Work("model", "decode", 1, seq_len, **about) for seq_len in lengths[-1:] if is_causal
-    ]
+    works = []
+    for dtype in dtypes:
+        options: dict[str, Any] = {
+            "num_heads": layer.spec.num_heads,
+            "head_dim": layer.spec.head_dim,
+            "dtype": dtype,
+            "layer": layer.spec,
+            "label": label,
+        }
+        for seq_len in lengths:
+            works.append(Work("model", "layer", 1, seq_len, is_causal=_is_causal(layer), **options))
+        if _is_causal(layer):
+            works.append(Work("model", "decode", 1, lengths[-1], **options))
+    return works
 
 
 def _skeleton(checkpoint: Checkpoint) -> Any:
@@ -147,10 +168,13 @@ def _own_module(
     dtype = getattr(torch, work.dtype)
     module = call.module.to(side.device, dtype)
 
-    def placed(each: Any) -> Any:
-        return each.to(side.device, dtype if each.is_floating_point() else None)
+    def put(tensor: Any) -> Any:
+        # Indices and masks keep their dtype.
+        if tensor.is_floating_point():
+            return tensor.to(side.device, dtype)
+        return tensor.to(side.device)
 
-    args, kwargs = tree_map_only(torch.Tensor, placed, (call.args, call.kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, put, (call.args, call.kwargs))
     states = side.put(x)  # the inputs of our layer, instead of normalized ones of the model
     if args:
         args = (states, *args[1:])
@@ -158,7 +182,10 @@ def _own_module(
         kwargs["hidden_states"] = states
 
     def forward() -> Any:
-        found = module(*args, **kwargs)
-        return found[0] if isinstance(found, tuple) else found
+        output = module(*args, **kwargs)
+        # Most modules also return attention weights.
+        if isinstance(output, tuple):
+            return output[0]
+        return output
 
     return side.contender(work, forward, {"x": states})

@@ -53,6 +53,8 @@ _READS = {
 """Operations that return values, or a shape that depends on them: on a GPU the host waits for
 these.
 """
+_MAKES_MEMORY = re.compile(r"aten::((new_)?empty|(as_strided|set|resize)_$|_unsafe_view)")
+"""Operations that return memory without values, or other memory, and compute nothing."""
 
 
 def operations_of_events(events: Iterable[Event]) -> Operations:
@@ -62,22 +64,24 @@ def operations_of_events(events: Iterable[Event]) -> Operations:
     Otherwise operations of ATen count as kernels if they compute and are not composed of others,
     and as waits if they read values.
     """
-    events = tuple(events)
-    flat = [each for event in events for each in _with_descendants(event)]
-    has_device = any(event.is_on_device for event in flat)
-    on_device = Counter(
-        e.name for e in flat if e.is_on_device and not e.name.startswith(("Memcpy", "Memset"))
-    )
-    waits = sum(_WAITS.match(event.name) is not None for event in flat)
-    return Operations(
-        dict(
-            on_device
-            if has_device
-            else Counter(name for event in events for name in _operations(event))
-        ),
-        copies=sum(event.name == "aten::copy_" for event in flat),
-        syncs=waits if has_device else sum(map(_num_reads, events)),
-    )
+    outermost = tuple(events)
+    all_events: list[Event] = []
+    for event in outermost:
+        all_events += _with_descendants(event)
+    num_copies = sum(event.name == "aten::copy_" for event in all_events)
+
+    kernels: Counter[str] = Counter()
+    if any(event.is_on_device for event in all_events):
+        for event in all_events:
+            # Transfers are on the device, and no kernels.
+            if event.is_on_device and not event.name.startswith(("Memcpy", "Memset")):
+                kernels[event.name] += 1
+        num_waits = sum(_WAITS.match(event.name) is not None for event in all_events)
+    else:
+        for event in outermost:
+            kernels.update(_operations(event))
+        num_waits = sum(_num_reads(event) for event in outermost)
+    return Operations(dict(kernels), copies=num_copies, syncs=num_waits)
 
 
 def _with_descendants(event: Event) -> Iterator[Event]:
@@ -90,16 +94,21 @@ def _num_reads(event: Event) -> int:
     """Return the number of reads of values within an event; a read that consists of others counts
     once.
     """
-    return 1 if event.name in _READS else sum(map(_num_reads, event.children))
+    if event.name in _READS:
+        return 1
+    return sum(_num_reads(child) for child in event.children)
 
 
 def _operations(event: Event) -> list[str]:
     """Return the names of the outermost operations within an event that compute and are not
     composed of others.
     """
-    if not event.name.startswith("aten::") or _is_composed(event.name):
-        return [name for child in event.children for name in _operations(child)]
-    return [event.name] if _computes(event.name) else []
+    if event.name.startswith("aten::") and not _is_composed(event.name):
+        return [event.name] if _computes(event.name) else []
+    names = []
+    for child in event.children:
+        names += _operations(child)
+    return names
 
 
 @cache
@@ -107,10 +116,8 @@ def _is_composed(name: str) -> bool:
     """Return whether ATen composes an operation of others on every device."""
     from torch._C import DispatchKey
 
-    return any(
-        each.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
-        for each in _overloads(name)
-    )
+    key = DispatchKey.CompositeImplicitAutograd
+    return any(overload.has_kernel_for_dispatch_key(key) for overload in _overloads(name))
 
 
 @cache
@@ -118,65 +125,64 @@ def _computes(name: str) -> bool:
     """Return whether an operation of ATen computes, that is, returns neither a view nor memory
     without values.
     """
-    returns = [
-        each.alias_info for overload in _overloads(name) for each in overload._schema.returns
-    ]
-    is_view = any(alias is not None and not alias.is_write for alias in returns)
-    return (
-        not is_view
-        and re.match(r"aten::((new_)?empty|(as_strided|set|resize)_$|_unsafe_view)", name) is None
-    )
+    if _MAKES_MEMORY.match(name):
+        return False
+    return not any(_returns_view(overload) for overload in _overloads(name))
+
+
+def _returns_view(overload: Any) -> bool:
+    """Return whether a result is a view of an argument, instead of one that is written."""
+    aliases = [result.alias_info for result in overload._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _overloads(name: str) -> list[Any]:
+    """Return the overloads of an operation of ATen; none if it has another origin."""
     import torch
 
     packet: Any = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
+    if packet is None:
+        return []
     known = set(torch._C._dispatch_get_all_op_names())  # others are of TorchScript
-    found = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
-    return [overload for overload in found if overload.name() in known]
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    return [overload for overload in overloads if overload.name() in known]
 
 
 def operations_of_torch(run: Callable[[], Any]) -> Operations:
     """Return the counts of a run of torch, which has run before."""
     import torch
 
-    activities, has_device = torch.profiler.ProfilerActivity, torch.cuda.is_available()
-    if has_device:  # no kernel of before is counted
+    has_device = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if has_device:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        # No kernel from before is counted.
         torch.cuda.synchronize()
-    with torch.profiler.profile(
-        activities=[activities.CPU, *([activities.CUDA] if has_device else [])]
-    ) as profile:
+    with torch.profiler.profile(activities=activities) as profile:
         with torch.profiler.record_function(MARK):
             run()
-        if has_device:  # after the mark, so that it is not counted
+        if has_device:
+            # After the mark, so that this wait is not counted.
             torch.cuda.synchronize()
-    found: Any = profile.events()
-    of_host = [each for each in found if each.device_type.name == "CPU"]
-    mark = next(each for each in of_host if each.name == MARK)
-    begin, end = mark.time_range.start, mark.time_range.end
-    outermost = [
-        each for each in of_host if each.cpu_parent in (None, mark)
-    ]  # gradients may run in another thread
 
-    def event_of(each: Any) -> Event:
-        return Event(each.name, children=tuple(map(event_of, each.cpu_children)))
+    profiled: Any = profile.events()
+    on_host = [event for event in profiled if event.device_type.name == "CPU"]
+    on_device = [event for event in profiled if event.device_type.name != "CPU"]
+    mark = next(event for event in on_host if event.name == MARK)
+    events = []
+    for event in on_host:
+        # Gradients may run in another thread, where no event is within the mark.
+        is_outermost = event is not mark and event.cpu_parent in (None, mark)
+        if is_outermost and mark.time_range.start <= event.time_range.start <= mark.time_range.end:
+            events.append(_host_event(event))
+    # A kernel may end after the mark, which the profiler also shows on the device.
+    events += [Event(event.name, True) for event in on_device if event.name != MARK]
+    return operations_of_events(events)
 
-    return operations_of_events(
-        [
-            *(
-                event_of(each)
-                for each in outermost
-                if each is not mark and begin <= each.time_range.start <= end
-            ),
-            # A kernel may end after the mark, which the profiler also shows on the device.
-            *(
-                Event(each.name, True)
-                for each in found
-                if each.device_type.name != "CPU" and each.name != MARK
-            ),
-        ]
-    )
+
+def _host_event(event: Any) -> Event:
+    """Return an event of the host, as the profiler has it, with those that it called."""
+    return Event(event.name, children=tuple(_host_event(child) for child in event.cpu_children))
 
 
 # ---- JAX -----------------------------------------------------------------------------------------
@@ -196,9 +202,18 @@ def operations_of_program(text: str) -> Operations:
     is_fused = False
     for line in text.splitlines():
         if line.endswith("{"):
+            # A computation begins. Those within a fusion are no calls of their own.
             is_fused = line.lstrip("%").startswith(("fused_", "wrapped_"))
-        elif not is_fused and (call := _CALL.match(line)):
-            target = _CUSTOM_CALL.search(line)
-            kernels[target[1] if target else call[1]] += 1
-    waits = [name for name in kernels if "callback" in name or name in ("infeed", "outfeed")]
-    return Operations(dict(kernels), kernels.get("copy", 0), sum(kernels[name] for name in waits))
+            continue
+        call = _CALL.match(line)
+        if call is None or is_fused:
+            continue
+        target = _CUSTOM_CALL.search(line)
+        kernel = call[1] if target is None else target[1]
+        kernels[kernel] += 1
+
+    num_waits = 0
+    for name, count in kernels.items():
+        if "callback" in name or name in ("infeed", "outfeed"):
+            num_waits += count
+    return Operations(dict(kernels), copies=kernels["copy"], syncs=num_waits)

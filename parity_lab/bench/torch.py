@@ -60,13 +60,14 @@ class Side:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that change the speed."""
+        device = "cpu"
+        if self.device.type == "cuda":
+            device = torch.cuda.get_device_name(self.device)
         return {
             "threads": torch.get_num_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "mha_fastpath": torch.backends.mha.get_fastpath_enabled(),
-            "device": torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else "cpu",
+            "device": device,
         }
 
     def matmul(self, dtype: str) -> Probe:
@@ -77,7 +78,8 @@ class Side:
             return Probe(partial(self._done, partial(torch.matmul, matrix, matrix)), 2.0 * size**3)
 
         if dtype not in self._probes:
-            self._probes[dtype] = large_enough(make, 8192 if self.device.type == "cuda" else 1024)
+            largest = 8192 if self.device.type == "cuda" else 1024
+            self._probes[dtype] = large_enough(make, largest)
         return self._probes[dtype]
 
     def reading(self) -> Probe | None:
@@ -86,7 +88,7 @@ class Side:
             return None
         if "reading" not in self._probes:
             values = torch.ones(2**28, device=self.device)
-            self._probes["reading"] = Probe(partial(self._done, values.max), 4.0 * 2**28)
+            self._probes["reading"] = Probe(partial(self._done, values.max), float(values.nbytes))
         return self._probes["reading"]
 
     def contenders(self, work: Work, inputs: Inputs) -> dict[str, Callable[[], Contender]]:
@@ -113,31 +115,33 @@ class Side:
         """Return a contender of a function of inputs and weights, with its backward pass if the
         work includes it.
         """
-        differentiated = [inputs[name] for name in inputs if name != "cotangent"]
+        differentiated = [x for name, x in inputs.items() if name != "cotangent"]
+        parameters = list(weights.values()) if weights is not None else []
 
         def run() -> list[Tensor]:
-            if not work.backward:
-                with torch.inference_mode():
-                    outputs = forward()
-                return list(outputs) if isinstance(outputs, tuple) else [outputs]
-            output = forward()
-            sources = [*differentiated, *(weights or {}).values()]
-            return [output.detach(), *torch.autograd.grad(output, sources, inputs["cotangent"])]
+            if work.backward:
+                output = forward()
+                sources = [*differentiated, *parameters]
+                return [output.detach(), *torch.autograd.grad(output, sources, inputs["cotangent"])]
+            with torch.inference_mode():
+                outputs = forward()
+            return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
-        def arrays(found: list[Tensor]) -> list[np.ndarray]:
-            # The gradients of the weights come last, and each library has them in a layout of its
-            # own.
-            return (
-                [to_numpy(x) for x in found[: 1 + len(differentiated)]]
-                if work.backward
-                else [*map(to_numpy, found)]
-            )
+        def arrays(results: list[Tensor]) -> list[np.ndarray]:
+            if work.backward:
+                # The gradients of the weights come last, and each library has them in a layout of
+                # its own.
+                results = results[: 1 + len(differentiated)]
+            return [to_numpy(x) for x in results]
 
         done = partial(self._done, run)
-        operations = partial(operations_of_torch, run)
-        peak_bytes = partial(self.peak_bytes, done)
         return Contender(
-            done, arrays, peak_bytes, counts=counts, carries=carries, operations=operations
+            done,
+            arrays,
+            partial(self.peak_bytes, done),
+            counts=counts,
+            carries=carries,
+            operations=partial(operations_of_torch, run),
         )
 
     def peak_bytes(self, run: Callable[[], Any]) -> int | None:
@@ -146,115 +150,174 @@ class Side:
             run()
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-            found = run()
+            results = run()
             peak = torch.cuda.max_memory_allocated(self.device) - before
         else:
-            with torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-            ) as profile:
-                found = run()
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+                results = run()
             recorded: Any = profile.profiler
             events = [
                 event for event in recorded.kineto_results.events() if event.name() == "[memory]"
             ]
-            steps = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-            peak = int(np.cumsum(steps).max(initial=0))
-        return max(0, peak - sum(x.nbytes for x in found if isinstance(x, Tensor)))
+            events.sort(key=lambda event: event.start_ns())
+            # Bytes of each event: positive if memory is allocated, negative if it is released.
+            changes = [event.nbytes() for event in events]
+            peak = int(np.cumsum(changes).max(initial=0))
+        result_bytes = sum(x.nbytes for x in results if isinstance(x, Tensor))
+        return max(0, peak - result_bytes)
 
     def _done(self, run: Callable[[], Any]) -> Any:
-        found = run()
+        """Return the results of a run after the device has computed them."""
+        results = run()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return found
+        return results
 
 
 class _Core:
+    """Attention of split heads."""
+
     def __init__(self, side: Side, work: Work, inputs: Inputs) -> None:
-        self.side, self.work = side, work
-        self.inputs = {
-            name: side.put(x, work.backward and name != "cotangent")
-            for name, x in inputs.arrays.items()
-        }
+        self.side = side
+        self.work = work
+        self.inputs = {}
+        for name, x in inputs.arrays.items():
+            requires_grad = work.backward and name != "cotangent"
+            self.inputs[name] = side.put(x, requires_grad)
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
-        work, on_cuda = self.work, self.side.device.type == "cuda"
+        # Each makes a function of query, key and value, outside of the measured time.
+        libraries = {
+            "SDPA": self.sdpa,
+            "flash SDPA": self.flash_sdpa,
+            "masked SDPA": self.masked_sdpa,
+            "FlexAttention": self.flex_attention,
+            "varlen_attn": self.varlen_attn,
+            "scores by hand": self.scores_by_hand,
+        }
+        makers: dict[str, Callable[[], Contender]] = {OURS: self.ours}
+        for name in self.library_names():
+            makers[name] = partial(self.library_contender, libraries[name])
+        makers["plain path"] = self.plain
+        return makers
+
+    def library_names(self) -> list[str]:
+        """Return the names of the libraries' functions that can do the work."""
+        work = self.work
+        on_cuda = self.side.device.type == "cuda"
         hides_more = work.is_padded or work.num_segments > 1 or work.window_size is not None
-        others = {"SDPA": lambda: self.contender(F.scaled_dot_product_attention)}
-        if work.soft_cap is not None or work.has_sinks:  # which SDPA has not
-            others = {"scores by hand": lambda: self.contender(self.scores_by_hand())}
+        if work.soft_cap is not None or work.has_sinks:
+            names = ["scores by hand"]  # SDPA has neither
         elif hides_more or work.has_alibi:
-            others = {"masked SDPA": lambda: self.contender(self.masked_sdpa())}
+            names = ["masked SDPA"]
         elif on_cuda:
-            others |= {"flash SDPA": lambda: self.contender(_flash_sdpa)}
+            names = ["SDPA", "flash SDPA"]
+        else:
+            names = ["SDPA"]
         if on_cuda and hides_more:
-            others |= {"FlexAttention": lambda: self.contender(self.flex_attention())}
+            names.append("FlexAttention")
         if on_cuda and work.num_segments > 1:
-            others |= {"varlen_attn": lambda: self.contender(self.varlen_attn())}
-        options: dict[str, Any] = {
-            "spec": work.spec,
-            "kernel": mha_torch.fused.attend,
-            **self.told(),
-        }
-        return {
-            OURS: lambda: self.contender(_core_attention(**options)),
-            **others,
-            "plain path": self.plain,
-        }
+            names.append("varlen_attn")
+        return names
+
+    def ours(self) -> Contender:
+        keywords = self.mask_keywords()
+        attend = _core_attention(spec=self.work.spec, kernel=mha_torch.fused.attend, **keywords)
+        return self.contender(attend)
 
     def plain(self) -> Contender:
         self.work.check_scores()
-        return self.contender(_core_attention(spec=self.work.spec, **self.told()), counts=False)
+        attend = _core_attention(spec=self.work.spec, **self.mask_keywords())
+        return self.contender(attend, counts=False)
 
-    def told(self) -> dict[str, Tensor]:
+    def library_contender(self, make: Callable[[], Callable[..., Tensor]]) -> Contender:
+        return self.contender(make())
+
+    def contender(self, function: Callable[..., Tensor], *, counts: bool = True) -> Contender:
+        """Return a contender of a function of arrays (B, N, S, H)."""
+        query, key, value = (self.inputs[name] for name in ("query", "key", "value"))
+        keywords: dict[str, Any] = {"is_causal": self.work.is_causal}
+        if self.work.has_sinks:
+            keywords["sinks"] = self.inputs["sinks"]
+        forward = partial(function, query, key, value, **keywords)
+        return self.side.contender(self.work, forward, self.inputs, counts=counts)
+
+    def mask_keywords(self) -> dict[str, Any]:
         """Return the lengths and the segments, as keywords of attention and of masks."""
-        found, device = {}, self.side.device
+        keywords = {}
+        device = self.side.device
         if self.work.is_padded:
-            found["key_padding_lengths"] = torch.tensor(self.work.lengths, device=device)
+            keywords["key_padding_lengths"] = torch.tensor(self.work.lengths, device=device)
         if self.work.num_segments > 1:
             lengths = torch.tensor(self.work.segment_lengths, device=device)
             ids = torch.arange(self.work.num_segments, device=device).repeat_interleave(lengths)
-            found["segment_ids"] = ids.expand(self.work.batch, -1)
-        return found
+            keywords["segment_ids"] = ids.expand(self.work.batch, -1)
+        return keywords
 
-    def shown(self) -> Tensor:
+    def visible_keys(self) -> Tensor:
         """Return a mask (B or 1, 1, T, S), True = attend."""
         self.work.check_scores()
-        told: dict[str, Any] = {
-            "window_size": self.work.window_size,
-            "device": self.side.device,
-            **self.told(),
-        }
-        return ~mha_torch.create_attention_mask(self.work.seq_len, is_causal=True, **told)
+        hidden = mha_torch.create_attention_mask(
+            self.work.seq_len,
+            is_causal=True,
+            window_size=self.work.window_size,
+            device=self.side.device,
+            **self.mask_keywords(),
+        )
+        return ~hidden
+
+    def sdpa(self) -> Callable[..., Tensor]:
+        return F.scaled_dot_product_attention
+
+    def flash_sdpa(self) -> Callable[..., Tensor]:
+        return _flash_sdpa
 
     def masked_sdpa(self) -> Callable[..., Tensor]:
-        shown, slopes = self.shown(), self.work.spec.alibi_slopes
+        mask = self.visible_keys()
+        slopes = self.work.spec.alibi_slopes
         if slopes is not None:
-            places = torch.arange(self.work.seq_len, device=self.side.device)
-            dtype = self.inputs["query"].dtype
-            lost = torch.tensor(slopes, device=self.side.device)[:, None, None] * (
-                places[:, None] - places
-            )
-            shown = (-lost).masked_fill(~shown, -torch.inf).to(dtype)
-        return lambda *inputs, is_causal: F.scaled_dot_product_attention(*inputs, attn_mask=shown)
+            # ALiBi makes the mask one of logits: what it takes away, and -inf where it hides.
+            positions = torch.arange(self.work.seq_len, device=self.side.device)
+            distances = positions[:, None] - positions
+            penalties = torch.tensor(slopes, device=self.side.device)[:, None, None] * distances
+            mask = (-penalties).masked_fill(~mask, -torch.inf).to(self.inputs["query"].dtype)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+        return attend
 
     def flex_attention(self) -> Callable[..., Tensor]:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        told, seq_len, window_size = self.told(), self.work.seq_len, self.work.window_size
-        lengths, ids = told.get("key_padding_lengths"), told.get("segment_ids")
+        seq_len = self.work.seq_len
+        window_size = self.work.window_size
+        keywords = self.mask_keywords()
+        lengths = keywords.get("key_padding_lengths")
+        ids = keywords.get("segment_ids")
 
-        def is_shown(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
-            shown = place <= row
-            shown = shown if window_size is None else shown & (row - place < window_size)
-            shown = shown if lengths is None else shown & (place < lengths[batch])
-            return shown if ids is None else shown & (ids[batch, row] == ids[batch, place])
+        def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            visible = column <= row
+            if window_size is not None:
+                visible = visible & (row - column < window_size)
+            if lengths is not None:
+                visible = visible & (column < lengths[batch])
+            if ids is not None:
+                visible = visible & (ids[batch, row] == ids[batch, column])
+            return visible
 
-        num_masks = self.work.batch if told else None
+        # Without lengths and segments, all sequences have the same blocks.
+        num_masks = self.work.batch if keywords else None
         blocks = create_block_mask(
-            is_shown, num_masks, None, seq_len, seq_len, device=str(self.side.device)
+            is_visible, num_masks, None, seq_len, seq_len, device=str(self.side.device)
         )
         compiled: Any = torch.compile(flex_attention)
-        return lambda *inputs, is_causal: compiled(*inputs, block_mask=blocks)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+            return compiled(query, key, value, block_mask=blocks)
+
+        return attend
 
     def varlen_attn(self) -> Callable[..., Tensor]:
         from torch.nn.attention.varlen import varlen_attn
@@ -262,18 +325,21 @@ class _Core:
         lengths = torch.tensor(
             [0, *self.work.segment_lengths * self.work.batch], device=self.side.device
         )
-        ends, most = lengths.cumsum(0, dtype=torch.int32), max(self.work.segment_lengths)
+        ends = lengths.cumsum(0, dtype=torch.int32)
+        longest = max(self.work.segment_lengths)
 
         def attend(*inputs: Tensor, is_causal: bool) -> Tensor:
-            rows = (x.transpose(1, 2).flatten(0, 1) for x in inputs)  # (tokens, N, H)
+            query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in inputs)  # (tokens, N, H)
             varlen: Any = partial(varlen_attn, window_size=(-1, 0 if is_causal else -1))
-            found = varlen(*rows, ends, ends, most, most)
-            return found.unflatten(0, (self.work.batch, -1)).transpose(1, 2)
+            context = varlen(query, key, value, ends, ends, longest, longest)
+            return context.unflatten(0, (self.work.batch, -1)).transpose(1, 2)
 
         return attend
 
     def scores_by_hand(self) -> Callable[..., Tensor]:
-        hidden, cap, scale = ~self.shown(), self.work.spec.soft_cap, self.work.spec.score_scale
+        hidden = ~self.visible_keys()
+        cap = self.work.spec.soft_cap
+        scale = self.work.spec.score_scale
 
         def attend(
             query: Tensor,
@@ -284,7 +350,8 @@ class _Core:
             sinks: Tensor | None = None,
         ) -> Tensor:
             scores = query @ key.mT * scale
-            scores = scores if cap is None else cap * torch.tanh(scores / cap)
+            if cap is not None:
+                scores = cap * torch.tanh(scores / cap)
             scores = scores.masked_fill(hidden, -torch.inf)
             if sinks is None:
                 return scores.softmax(-1) @ value
@@ -293,97 +360,102 @@ class _Core:
 
         return attend
 
-    def contender(self, function: Callable[..., Tensor], *, counts: bool = True) -> Contender:
-        query, key, value = (self.inputs[name] for name in ("query", "key", "value"))
-        forward = partial(function, query, key, value, is_causal=self.work.is_causal)
-        forward = partial(forward, sinks=self.inputs["sinks"]) if self.work.has_sinks else forward
-        return self.side.contender(self.work, forward, self.inputs, counts=counts)
-
 
 class _Layer:
+    """A whole layer."""
+
     def __init__(self, side: Side, work: Work, inputs: Inputs) -> None:
-        self.side, self.work, self.canonical = side, work, inputs.weights
-        self.inputs = {
-            name: side.put(x, work.backward and name == "x") for name, x in inputs.arrays.items()
-        }
+        self.side = side
+        self.work = work
+        self.canonical = inputs.weights
+        self.inputs = {}
+        for name, x in inputs.arrays.items():
+            self.inputs[name] = side.put(x, work.backward and name == "x")
         self.weights = {name: side.put(x, work.backward) for name, x in inputs.weights.items()}
         self.x = self.inputs["x"]
-        self.lengths = (
-            torch.tensor(work.lengths, dtype=torch.int32, device=side.device)
-            if work.is_padded
-            else None
-        )
+        self.lengths = None
+        if work.is_padded:
+            self.lengths = torch.tensor(work.lengths, dtype=torch.int32, device=side.device)
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
-        by_hand = (
-            {"softmax by hand": self.softmax_by_hand}
-            if self.work.need_weights
-            else {"SDPA by hand": self.by_hand}
-        )
-        others = {"torch.nn": self.torch_nn, **by_hand, "keras": self.keras}
-        return {OURS: self.ours, **(others if self.work.layer is None else {})}
+        makers = {OURS: self.ours}
+        if self.work.layer is not None:
+            return makers  # the others lack what layers of models have
+        makers["torch.nn"] = self.torch_nn
+        if self.work.need_weights:
+            makers["softmax by hand"] = self.softmax_by_hand
+        else:
+            makers["SDPA by hand"] = self.by_hand
+        makers["keras"] = self.keras
+        return makers
 
-    def made(self, kind: Any) -> Any:
-        """Return a module with the weights of the work."""
+    def our_module(self, kind: Any) -> Any:
+        """Return a module of ours with the weights of the work."""
         module = kind(self.work.spec, dtype=getattr(torch, self.work.dtype))
-        return self.placed(load_into(module, self.canonical, self.work.spec))
+        return self.on_device(load_into(module, self.canonical, self.work.spec))
 
-    def placed(self, module: Any) -> Any:
-        """Return a module on the device, in the dtype and mode of the measurement."""
+    def on_device(self, module: Any) -> Any:
+        """Return a module on the device, in the mode of the measurement."""
         return module.to(self.side.device).eval().requires_grad_(self.work.backward)
 
-    def of_module(self, forward: Callable[[], Any], module: Any) -> Contender:
+    def module_contender(self, forward: Callable[[], Any], module: Any) -> Contender:
         return self.side.contender(self.work, forward, self.inputs, dict(module.named_parameters()))
 
     def masks(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the causal mask (T, S) and the padding mask (B, S), if any, True = masked; made
         beforehand.
         """
-        seq_len, device = self.work.seq_len, self.side.device
-        causal = (
-            mha_torch.create_causal_mask(seq_len, device=device) if self.work.is_causal else None
-        )
-        padding = (
-            None
-            if self.lengths is None
-            else mha_torch.create_padding_mask(self.lengths, seq_len)[:, 0, 0]
-        )
+        seq_len = self.work.seq_len
+        causal = None
+        if self.work.is_causal:
+            causal = mha_torch.create_causal_mask(seq_len, device=self.side.device)
+        padding = None
+        if self.lengths is not None:
+            padding = mha_torch.create_padding_mask(self.lengths, seq_len)[:, 0, 0]
         return causal, padding
 
-    def shown(self) -> Tensor | None:
+    def visible_keys(self) -> Tensor | None:
         """Return the mask of SDPA: (B, 1, T, S) or (B, 1, 1, S), True = attend; None if `is_causal`
         suffices.
         """
         causal, padding = self.masks()
         if padding is None:
             return None
-        return ~(padding[:, None, None] if causal is None else padding[:, None, None] | causal)
+        hidden = padding[:, None, None]
+        if causal is not None:
+            hidden = hidden | causal
+        return ~hidden
 
     def ours(self) -> Contender:
         if self.work.need_weights:
-            module = self.made(mha_torch.MultiHeadAttention)
-            return self.of_module(
-                partial(module, self.x, mask=self.masks()[0], need_weights=True), module
+            module = self.our_module(mha_torch.MultiHeadAttention)
+            causal, _ = self.masks()
+            forward = partial(module, self.x, mask=causal, need_weights=True)
+        else:
+            module = self.our_module(mha_torch.MultiHeadSelfAttention)
+            forward = partial(
+                module, self.x, is_causal=self.work.is_causal, key_padding_lengths=self.lengths
             )
-        module = self.made(mha_torch.MultiHeadSelfAttention)
-        keywords = {"is_causal": self.work.is_causal, "key_padding_lengths": self.lengths}
-        return self.of_module(partial(module, self.x, **keywords), module)
+        return self.module_contender(forward, module)
 
     def torch_nn(self) -> Contender:
         adapter = load_adapter("torch.nn.MultiheadAttention")
-        module = self.placed(
-            adapter.load_into(adapter.make(self.work.spec, self.work.dtype), self.canonical)
-        )
+        module = adapter.make(self.work.spec, self.work.dtype)
+        module = self.on_device(adapter.load_into(module, self.canonical))
         causal, padding = self.masks()
-        keywords = {
-            "attn_mask": causal,
-            "key_padding_mask": padding,
-            "is_causal": self.work.is_causal,
-            "need_weights": self.work.need_weights,
-            "average_attn_weights": False,
-        }
-        call = partial(module, self.x, self.x, self.x, **keywords)
-        return self.of_module(call if self.work.need_weights else _first(call), module)
+        call = partial(
+            module,
+            self.x,
+            self.x,
+            self.x,
+            attn_mask=causal,
+            key_padding_mask=padding,
+            is_causal=self.work.is_causal,
+            need_weights=self.work.need_weights,
+            average_attn_weights=False,
+        )
+        forward = call if self.work.need_weights else _first(call)
+        return self.module_contender(forward, module)
 
     def project(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.weights[f"{name}_proj.weight"], self.weights[f"{name}_proj.bias"])
@@ -397,12 +469,12 @@ class _Layer:
         return self.project("out", context.transpose(1, 2).flatten(2))
 
     def by_hand(self) -> Contender:
-        shown = self.shown()
-        is_causal = self.work.is_causal and shown is None
+        mask = self.visible_keys()
+        is_causal = self.work.is_causal and mask is None
 
         def forward() -> Tensor:
             context = F.scaled_dot_product_attention(
-                *self.heads(self.x), attn_mask=shown, is_causal=is_causal
+                *self.heads(self.x), attn_mask=mask, is_causal=is_causal
             )
             return self.out(context)
 
@@ -414,27 +486,28 @@ class _Layer:
         def forward() -> tuple[Tensor, Tensor]:
             query, key, value = self.heads(self.x)
             scores = query * self.work.head_dim**-0.5 @ key.mT
-            weights = (
-                scores if causal is None else scores.masked_fill(causal, -torch.inf)
-            ).softmax(-1)
-            return self.out(weights @ value), weights
+            if causal is not None:
+                scores = scores.masked_fill(causal, -torch.inf)
+            attn_weights = scores.softmax(-1)
+            return self.out(attn_weights @ value), attn_weights
 
         return self.side.contender(self.work, forward, self.inputs, self.weights)
 
     def keras(self) -> Contender:
         layer = keras_layer("torch", self.work.spec, self.work.dtype, self.canonical)
-        shown = self.shown()
-        keywords = {
-            "attention_mask": None
-            if shown is None
-            else shown[:, 0].expand(-1, self.work.seq_len, -1),
-            "use_causal_mask": self.work.is_causal,
-            "return_attention_scores": self.work.need_weights,
-        }
-        weights = {variable.path: variable.value for variable in layer.trainable_variables}
-        return self.side.contender(
-            self.work, partial(layer, self.x, self.x, **keywords), self.inputs, weights
+        mask = self.visible_keys()
+        if mask is not None:
+            mask = mask[:, 0].expand(-1, self.work.seq_len, -1)  # (B, T, S)
+        forward = partial(
+            layer,
+            self.x,
+            self.x,
+            attention_mask=mask,
+            use_causal_mask=self.work.is_causal,
+            return_attention_scores=self.work.need_weights,
         )
+        weights = {variable.path: variable.value for variable in layer.trainable_variables}
+        return self.side.contender(self.work, forward, self.inputs, weights)
 
 
 class _Prefill(_Layer):
@@ -450,42 +523,52 @@ class _Prefill(_Layer):
         }
 
     def ours(self) -> Contender:
-        module = self.made(mha_torch.MultiHeadAttentionWithCache)
-        return self.of_module(
-            _first(lambda: module(self.x, module.init_cache(self.work.batch, self.work.capacity))),
-            module,
-        )
+        module = self.our_module(mha_torch.MultiHeadAttentionWithCache)
 
-    def attended(self, keep: Callable[[Tensor, Tensor], Any]) -> Contender:
-        """Return a step by hand, with a function that keeps keys and values."""
+        def forward() -> Tensor:
+            cache = module.init_cache(self.work.batch, self.work.capacity)
+            output, _ = module(self.x, cache)
+            return output
+
+        return self.module_contender(forward, module)
+
+    def by_hand_with(self, store: Callable[[Tensor, Tensor], Any]) -> Contender:
+        """Return a prompt by hand, with a function that stores its keys and values."""
 
         def forward() -> Tensor:
             query, key, value = self.heads(self.x)
-            keep(key, value)
+            store(key, value)
             return self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True))
 
         return self.side.contender(self.work, forward, self.inputs)
 
     def static_cache(self) -> Contender:
-        def keep(key: Tensor, value: Tensor) -> None:
+        def store(key: Tensor, value: Tensor) -> None:
             for x in (key, value):
                 cache = x.new_zeros(*x.shape[:2], self.work.capacity, x.shape[3])
                 cache[:, :, : self.work.seq_len] = x
 
-        return self.attended(keep)
+        return self.by_hand_with(store)
 
     def concatenation(self) -> Contender:
-        return self.attended(lambda key, value: None)
+        def store(key: Tensor, value: Tensor) -> None:
+            """Nothing is to be done: the keys and values are the cache."""
+
+        return self.by_hand_with(store)
 
     def hugging_static(self) -> Contender:
-        return self.attended(
-            lambda key, value: _static_cache(self.work.capacity).update(key, value, 0)
-        )
+        def store(key: Tensor, value: Tensor) -> None:
+            _static_cache(self.work.capacity).update(key, value, 0)
+
+        return self.by_hand_with(store)
 
     def hugging_dynamic(self) -> Contender:
         from transformers.cache_utils import DynamicCache
 
-        return self.attended(lambda key, value: DynamicCache().update(key, value, 0))
+        def store(key: Tensor, value: Tensor) -> None:
+            DynamicCache().update(key, value, 0)
+
+        return self.by_hand_with(store)
 
 
 class _Decode(_Layer):
@@ -493,7 +576,9 @@ class _Decode(_Layer):
 
     def __init__(self, side: Side, work: Work, inputs: Inputs) -> None:
         super().__init__(side, work, inputs)
-        self.cached = {name: self.inputs.pop(name) for name in [*self.inputs] if name != "x"}
+        # Only the new token is an input of the step.
+        self.cached = {name: x for name, x in self.inputs.items() if name != "x"}
+        self.inputs = {"x": self.x}
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
         if self.work.layer is not None:
@@ -507,35 +592,34 @@ class _Decode(_Layer):
         }
 
     def with_room(self) -> list[Tensor]:
-        """The cached keys and values, and room for more."""
+        """Return the cached keys and values, (B, N, capacity, H)."""
         room = self.work.capacity - self.work.seq_len
         return [F.pad(self.cached[name], (0, 0, 0, room)) for name in ("keys", "values")]
 
     def ours(self) -> Contender:
-        module = self.made(mha_torch.MultiHeadAttentionWithCache)
-        state = self.state(module)
+        module = self.our_module(mha_torch.MultiHeadAttentionWithCache)
+        cache = self.filled_cache(module)
 
         def forward() -> Tensor:
-            nonlocal state
-            output, state = module(self.x, state)
+            nonlocal cache
+            output, cache = module(self.x, cache)
             return output
 
         return self.side.contender(self.work, forward, self.inputs, carries=True)
 
-    def state(self, module: Any) -> Any:
+    def filled_cache(self, module: Any) -> Any:
         """Return our cache with the cached keys and values."""
+        batch, seq_len = self.work.batch, self.work.seq_len
         if "prompt" in self.cached:
             with torch.inference_mode():
-                return module(
-                    self.cached["prompt"], module.init_cache(self.work.batch, self.work.capacity)
-                )[1]
-        lengths = torch.full(
-            (self.work.batch,), self.work.seq_len, dtype=torch.int32, device=self.side.device
-        )
+                empty = module.init_cache(batch, self.work.capacity)
+                _, cache = module(self.cached["prompt"], empty)
+            return cache
+        lengths = torch.full((batch,), seq_len, dtype=torch.int32, device=self.side.device)
         keys, values = self.with_room()
         return mha_torch.KVCache(keys, values, lengths)
 
-    def attended(
+    def by_hand_with(
         self,
         extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]],
         *,
@@ -547,20 +631,18 @@ class _Decode(_Layer):
 
         def forward() -> Tensor:
             query, key, value = self.heads(self.x)
-            keys, values, shown = extend(key, value)
-            return self.out(F.scaled_dot_product_attention(query, keys, values, attn_mask=shown))
+            keys, values, mask = extend(key, value)
+            return self.out(F.scaled_dot_product_attention(query, keys, values, attn_mask=mask))
 
         return self.side.contender(self.work, forward, self.inputs, carries=carries)
 
     def concatenation(self) -> Contender:
         def extend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, None]:
-            keys, values = (
-                torch.cat(pair, dim=2)
-                for pair in zip(self.cached.values(), (key, value), strict=True)
-            )
+            keys = torch.cat((self.cached["keys"], key), dim=2)
+            values = torch.cat((self.cached["values"], value), dim=2)
             return keys, values, None
 
-        return self.attended(extend)
+        return self.by_hand_with(extend)
 
     def static_cache(self) -> Contender:
         keys, values = self.with_room()
@@ -573,7 +655,7 @@ class _Decode(_Layer):
             filled += 1
             return keys[:, :, :filled], values[:, :, :filled], None
 
-        return self.attended(extend, carries=True)
+        return self.by_hand_with(extend, carries=True)
 
     def hugging_static(self) -> Contender:
         cache = _static_cache(self.work.capacity)
@@ -584,14 +666,19 @@ class _Decode(_Layer):
             keys, values = cache.update(key, value, 0)
             return keys, values, (slots < cache.get_seq_length())[None, None, None]
 
-        return self.attended(extend, carries=True)
+        return self.by_hand_with(extend, carries=True)
 
     def hugging_dynamic(self) -> Contender:
         from transformers.cache_utils import DynamicCache
 
         cache = DynamicCache()
         cache.update(self.cached["keys"], self.cached["values"], 0)
-        return self.attended(lambda key, value: (*cache.update(key, value, 0), None), carries=True)
+
+        def extend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, None]:
+            keys, values = cache.update(key, value, 0)
+            return keys, values, None
+
+        return self.by_hand_with(extend, carries=True)
 
 
 def _flash_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
@@ -600,7 +687,7 @@ def _flash_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -
 
 
 def _static_cache(capacity: int) -> Any:
-    """transformers' StaticCache of a single layer, without the configuration of a model."""
+    """Return transformers' StaticCache of a single layer, without the configuration of a model."""
     from transformers.cache_utils import Cache, StaticLayer
 
     return Cache(layers=[StaticLayer(max_cache_len=capacity)])
@@ -623,6 +710,10 @@ def _core_attention(**options: Any) -> Callable[..., Tensor]:
     return attend
 
 
-def _first(function: Callable[..., Any]) -> Callable[..., Any]:
+def _first(function: Callable[[], Any]) -> Callable[[], Any]:
     """Return the function with its first result only."""
-    return lambda *args, **keywords: function(*args, **keywords)[0]
+
+    def first() -> Any:
+        return function()[0]
+
+    return first

@@ -24,23 +24,17 @@ GROUPS = (
     "growth",
     "growth-long",
 )
-NAMED = (
-    "memory",
-    "scores",
-    "varlen",
-    "growth",
-    "growth-long",
-)  # groups with work that others also have
+NAMED = ("memory", "scores", "varlen", "growth", "growth-long")
+"""Groups with work that other groups also have: a description begins with these names."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 
-CORES = (
-    (2, 8, 256),
-    (2, 12, 512),
-    (1, 12, 1024),
-    (1, 16, 2048),
-    (1, 8, 4096),
-)  # batch, heads, tokens
-LONG_CORES = ((1, 16, 8192), (1, 16, 16384))  # for a GPU
+CORES = ((2, 8, 256), (2, 12, 512), (1, 12, 1024), (1, 16, 2048), (1, 8, 4096))
+"""Batch, heads and tokens of cores."""
+
+LONG_CORES = ((1, 16, 8192), (1, 16, 16384))
+"""The same for a GPU."""
+
 MOST_SCORES = 2**29
 """Elements of the scores, or of a mask for each head, that other libraries may store: 2 GiB in
 float32.
@@ -96,28 +90,34 @@ class Work:
     @property
     def what(self) -> str:
         """Description of the work; with shape, dtype and framework it identifies a row."""
-        if self.kind in ("prefill", "decode"):
-            return " ".join(
-                filter(None, (self.group if self.group in NAMED else "", self.label, self.kind))
-            )
-        told = [
-            "causal" * self.is_causal,
-            "padded" * self.is_padded,
-            "capped" * (self.soft_cap is not None),
-        ]
-        told += [
-            "sinks" * self.has_sinks,
-            "ALiBi" * self.has_alibi,
-            "packed" * (self.num_segments > 1),
-        ]
-        window = "" if self.window_size is None else f"window {self.window_size}"
-        hidden = "+".join(filter(None, (*told, window))) or "full"
-        words = [self.group if self.group in NAMED else "", self.label, self.kind, hidden]
-        words += [
-            "with weights" * self.need_weights,
-            "forward+backward" if self.backward else "forward",
-        ]
-        return " ".join(filter(None, words))
+        words = [self.label, self.kind]
+        if self.group in NAMED:
+            words.insert(0, self.group)
+        if self.kind in ("core", "layer"):
+            words.append("+".join(self._features()) or "full")
+            if self.need_weights:
+                words.append("with weights")
+            words.append("forward+backward" if self.backward else "forward")
+        return " ".join(word for word in words if word)
+
+    def _features(self) -> list[str]:
+        """Return the names of what changes the scores or hides keys."""
+        names = []
+        if self.is_causal:
+            names.append("causal")
+        if self.is_padded:
+            names.append("padded")
+        if self.soft_cap is not None:
+            names.append("capped")
+        if self.has_sinks:
+            names.append("sinks")
+        if self.has_alibi:
+            names.append("ALiBi")
+        if self.num_segments > 1:
+            names.append("packed")
+        if self.window_size is not None:
+            names.append(f"window {self.window_size}")
+        return names
 
     @property
     def axes(self) -> str:
@@ -136,12 +136,16 @@ class Work:
     @property
     def d_model(self) -> int:
         """Width of the layer, E."""
-        return self.num_heads * self.head_dim if self.layer is None else self.layer.d_in
+        if self.layer is not None:
+            return self.layer.d_in
+        return self.num_heads * self.head_dim
 
     @property
     def spec(self) -> AttentionSpec:
         """The layer."""
-        return self.layer or AttentionSpec(
+        if self.layer is not None:
+            return self.layer
+        return AttentionSpec(
             self.d_model,
             self.num_heads,
             window_size=self.window_size,
@@ -158,10 +162,10 @@ class Work:
     @property
     def lengths(self) -> list[int]:
         """Number of real tokens of each sequence; with padding it decreases in equal steps."""
-        return [
-            max(1, self.seq_len * (self.batch - b * self.is_padded) // self.batch)
-            for b in range(self.batch)
-        ]
+        if not self.is_padded:
+            return [self.seq_len] * self.batch
+        steps = range(self.batch, 0, -1)
+        return [max(1, self.seq_len * step // self.batch) for step in steps]
 
     def check_scores(self) -> None:
         """Reject work for a contender that stores its scores or a mask.
@@ -169,21 +173,20 @@ class Work:
         Raises:
             ValueError: if they are too many.
         """
-        if (num_scores := self.batch * self.num_heads * self.seq_len**2) > MOST_SCORES:
-            raise InputError(
-                "scores",
-                f"have at most {MOST_SCORES:.1e} elements to be stored",
-                f"{num_scores:.1e}",
-            )
+        num_scores = self.batch * self.num_heads * self.seq_len**2
+        if num_scores > MOST_SCORES:
+            expected = f"have at most {MOST_SCORES:.1e} elements to be stored"
+            raise InputError("scores", expected, f"{num_scores:.1e}")
 
     @property
     def segment_lengths(self) -> list[int]:
         """Number of tokens of each packed sequence; it decreases in equal steps."""
-        parts = self.num_segments * (self.num_segments + 1) // 2
-        ends = [
-            self.seq_len * (parts - n * (n + 1) // 2) // parts
-            for n in range(self.num_segments, -1, -1)
+        # The last sequence has one part of the row, the one before it two, and so on.
+        num_parts = _triangle(self.num_segments)
+        parts_before = [
+            num_parts - _triangle(num_left) for num_left in range(self.num_segments, -1, -1)
         ]
+        ends = [self.seq_len * parts // num_parts for parts in parts_before]
         return np.diff(ends).tolist()
 
     @property
@@ -193,30 +196,38 @@ class Work:
         """
         if self.kind == "decode":
             return None
-        spec = self.spec
-        width = spec.q_width + spec.context_width  # queries with keys, weights with values
         if self.num_segments > 1:
-            alone = [
-                replace(self, seq_len=length, num_segments=1) for length in self.segment_lengths
-            ]
-            return sum(each.flops or 0.0 for each in alone)
-        core = 2 * sum(map(self._num_seen, self.lengths)) * width
-        layer = 0 if self.kind == "core" else 2 * self.batch * self.seq_len * self._num_weights(2)
-        # Backward: the scores once more, and four products for the gradients; of a projection, two.
-        return 3.5 * core + 3 * layer if self.backward else core + layer
+            return self._flops_of_segments()
+        # Queries are multiplied with keys, and weights with values.
+        width = self.spec.q_width + self.spec.context_width
+        num_pairs = sum(self._num_pairs(length) for length in self.lengths)
+        core = 2.0 * num_pairs * width
+        layer = 0
+        if self.kind != "core":
+            layer = 2 * self.batch * self.seq_len * self._num_weights(2)
+        if self.backward:
+            # The scores once more, and four products for the gradients; of a projection, two.
+            return 3.5 * core + 3 * layer
+        return core + layer
 
-    def _num_seen(self, length: int) -> float:
-        """Return the number of pairs of a query and a key that it attends to, for a sequence of
-        this length.
+    def _flops_of_segments(self) -> float:
+        """Return the operations of packed sequences: the sum of each one alone."""
+        total = 0.0
+        for length in self.segment_lengths:
+            alone = replace(self, seq_len=length, num_segments=1)
+            total += alone.flops or 0.0
+        return total
+
+    def _num_pairs(self, length: int) -> int:
+        """Return the number of pairs of a query and a key that it attends to, for a sequence with
+        this number of real tokens; queries of padding also attend.
         """
-        seen = (
-            length * (length + 1) / 2 + (self.seq_len - length) * length
-            if self.is_causal
-            else self.seq_len * length
-        )
-        window_size = self.spec.window_size
-        width = length if window_size is None else min(window_size, length)
-        return seen - (length - width) * (length - width + 1) / 2  # keys before the windows
+        num_pairs = self.seq_len * length
+        if self.is_causal:
+            num_pairs = _triangle(length) + (self.seq_len - length) * length
+        if self.spec.window_size is None or self.spec.window_size >= length:
+            return num_pairs
+        return num_pairs - _triangle(length - self.spec.window_size)  # keys before the windows
 
     @property
     def nbytes(self) -> int | None:
@@ -226,16 +237,22 @@ class Work:
         if self.kind != "decode":
             return None
         dtype = dtype_named(self.dtype)
-        weights = self._num_weights(1) + self._num_weights(2)
-        return weights * dtype.itemsize + self.spec.cache_nbytes(self.batch, self.seq_len, dtype)
+        num_weights = self._num_weights(1) + self._num_weights(2)
+        return num_weights * dtype.itemsize + self.spec.cache_nbytes(
+            self.batch, self.seq_len, dtype
+        )
 
-    def _num_weights(self, axes: int) -> int:
+    def _num_weights(self, num_axes: int) -> int:
         """Return the number of weights in arrays with this number of axes: 2 for matrices, 1 for
         biases.
         """
-        return sum(
-            math.prod(shape) for shape in self.spec.weight_shapes.values() if len(shape) == axes
-        )
+        shapes = self.spec.weight_shapes.values()
+        return sum(math.prod(shape) for shape in shapes if len(shape) == num_axes)
+
+
+def _triangle(n: int) -> int:
+    """Return 1 + 2 + … + n."""
+    return n * (n + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -257,25 +274,35 @@ def draw_inputs(work: Work, weights: Weights | None = None) -> Inputs:
     """Return seeded inputs for a piece of work, and weights of the layer, which are drawn by
     default.
     """
-    rng, dtype = np.random.default_rng(0), dtype_named(work.dtype)
-    heads, layer = (
-        (work.batch, work.num_heads, work.seq_len, work.head_dim),
-        (work.batch, work.seq_len, work.d_model),
-    )
-    shapes = {
-        "core": dict.fromkeys(("query", "key", "value", "cotangent"), heads),
-        "layer": dict.fromkeys(("x", "cotangent"), layer),
-        "prefill": {"x": layer},
-        "decode": {"x": (work.batch, 1, work.d_model)}
-        | ({"keys": heads, "values": heads} if work.layer is None else {"prompt": layer}),
-    }[work.kind]
-    shapes |= {"sinks": (work.num_heads,)} if work.has_sinks else {}
-    arrays = {
-        name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()
-    }
+    rng = np.random.default_rng(0)
+    dtype = dtype_named(work.dtype)
+    arrays = {}
+    for name, shape in _input_shapes(work).items():
+        arrays[name] = rng.standard_normal(shape, np.float32).astype(dtype)
     if weights is None:
         weights = {} if work.kind == "core" else random_weights(work.spec, 0)
     return Inputs(arrays, {name: weight.astype(dtype) for name, weight in weights.items()})
+
+
+def _input_shapes(work: Work) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the input arrays, in the order in which they are drawn."""
+    heads = (work.batch, work.num_heads, work.seq_len, work.head_dim)
+    tokens = (work.batch, work.seq_len, work.d_model)
+    shapes: dict[str, tuple[int, ...]]
+    if work.kind == "core":
+        shapes = dict.fromkeys(("query", "key", "value", "cotangent"), heads)
+    elif work.kind == "layer":
+        shapes = {"x": tokens, "cotangent": tokens}
+    elif work.kind == "prefill":
+        shapes = {"x": tokens}
+    elif work.layer is None:
+        shapes = {"x": (work.batch, 1, work.d_model), "keys": heads, "values": heads}
+    else:
+        # Only the layer itself knows what its cache holds.
+        shapes = {"x": (work.batch, 1, work.d_model), "prompt": tokens}
+    if work.has_sinks:
+        shapes["sinks"] = (work.num_heads,)
+    return shapes
 
 
 # ---- The list ------------------------------------------------------------------------------------
@@ -302,13 +329,14 @@ def plan(
         "growth": _growth,
         "growth-long": _growth_long,
     }
-    return [
-        work
-        for group in groups
-        if group in makers
-        for dtype in dtypes
-        for work in dict.fromkeys(makers[group](dtype, quick, long))
-    ]
+    works: list[Work] = []
+    for group in groups:
+        if group not in makers:
+            continue
+        for dtype in dtypes:
+            # Along the tokens and along the batch, growth has a shape in common.
+            works += dict.fromkeys(makers[group](dtype, quick, long))
+    return works
 
 
 def _core(group: str, shape: tuple[int, int, int], dtype: str, **options: Any) -> Work:
@@ -317,112 +345,128 @@ def _core(group: str, shape: tuple[int, int, int], dtype: str, **options: Any) -
 
 
 def _cores(dtype: str, quick: bool, long: bool) -> list[Work]:
-    shapes = (CORES[0], CORES[2]) if quick else (*CORES, *LONG_CORES) if long else CORES
-    backward = shapes[1:] if quick else (*shapes[2:4], *shapes[5:])
-    forward = [
-        _core("cores", shape, dtype, is_causal=is_causal)
-        for shape in shapes
-        for is_causal in (False, True)
-    ]
-    both = [True] if quick else [False, True]
-    return forward + [
-        _core("cores", shape, dtype, is_causal=is_causal, backward=True)
-        for shape in backward
-        for is_causal in both
-    ]
+    shapes = CORES
+    backward_shapes = CORES[2:4]
+    if quick:
+        shapes = (CORES[0], CORES[2])
+        backward_shapes = (CORES[2],)
+    elif long:
+        shapes = (*CORES, *LONG_CORES)
+        backward_shapes = (*CORES[2:4], *LONG_CORES)
+
+    works = []
+    for shape in shapes:
+        for is_causal in (False, True):
+            works.append(_core("cores", shape, dtype, is_causal=is_causal))
+    for shape in backward_shapes:
+        if not quick:
+            works.append(_core("cores", shape, dtype, backward=True))
+        works.append(_core("cores", shape, dtype, is_causal=True, backward=True))
+    return works
 
 
 def _scores(dtype: str, quick: bool, long: bool) -> list[Work]:
-    shape, window_size = ((1, 8, 1024), 128) if quick else ((1, 8, 4096), 512)
-    batch, num_heads, seq_len = shape
-    core = Work("scores", "core", batch, seq_len, num_heads, dtype=dtype, is_causal=True)
-    forward = [core, replace(core, window_size=window_size), replace(core, soft_cap=50.0)]
-    forward += [replace(core, has_sinks=True), replace(core, has_alibi=True)]
+    seq_len, window_size = 4096, 512
+    if quick:
+        seq_len, window_size = 1024, 128
+    core = _core("scores", (1, 8, seq_len), dtype, is_causal=True)
+    forward = [
+        core,
+        replace(core, window_size=window_size),
+        replace(core, soft_cap=50.0),
+        replace(core, has_sinks=True),
+        replace(core, has_alibi=True),
+    ]
     return forward + [replace(work, backward=True) for work in forward]
 
 
 def _varlen(dtype: str, quick: bool, long: bool) -> list[Work]:
-    core = Work("varlen", "core", 2, 1024 if quick else 4096, 8, dtype=dtype, is_causal=True)
+    seq_len = 1024 if quick else 4096
+    core = _core("varlen", (2, 8, seq_len), dtype, is_causal=True)
     forward = [replace(core, is_padded=True), replace(core, batch=1, num_segments=4)]
     return forward + [replace(work, backward=True) for work in forward]
 
 
 def _layers(dtype: str, quick: bool, long: bool) -> list[Work]:
-    causal: dict[str, Any] = {"is_causal": True}
-    padded, weights = {"is_padded": True}, {"need_weights": True}
-    kinds: list[dict[str, Any]] = [{}, causal, causal | padded, weights]
-    kinds += [] if quick else [padded, causal | weights]
-    found = []
-    for seq_len in (256,) if quick else (128, 256, 1024, 2048):
+    lengths = (256,) if quick else (128, 256, 1024, 2048)
+    works = []
+    for seq_len in lengths:
+        full = Work("layers", "layer", 1, seq_len, dtype=dtype)
+        causal = replace(full, is_causal=True)
         # Padding needs a longer sequence in the batch.
-        found += [
-            Work(
-                "layers",
-                "layer",
-                2 if "is_padded" in options else 1,
-                seq_len,
-                dtype=dtype,
-                **options,
-            )
-            for options in kinds
+        padded = replace(full, batch=2, is_padded=True)
+        works += [
+            full,
+            causal,
+            replace(padded, is_causal=True),
+            replace(full, need_weights=True),
         ]
+        if not quick:
+            works += [padded, replace(causal, need_weights=True)]
         if seq_len > 128:
-            trained = [causal] if quick else [{}, causal]
-            found += [
-                Work("layers", "layer", 1, seq_len, dtype=dtype, backward=True, **options)
-                for options in trained
-            ]
-    return found
+            if not quick:
+                works.append(replace(full, backward=True))
+            works.append(replace(causal, backward=True))
+    return works
 
 
 def _decode(dtype: str, quick: bool, long: bool) -> list[Work]:
-    prompts, cached, batches = (
-        ((256,), (1024,), (1,)) if quick else ((256, 1024, 2048), (1024, 4096), (1, 8))
-    )
-    return [
-        *(
-            Work("decode", "prefill", 1, seq_len, dtype=dtype, is_causal=True)
-            for seq_len in prompts
-        ),
-        *(
-            Work("decode", "decode", batch, seq_len, dtype=dtype)
-            for seq_len in cached
-            for batch in batches
-        ),
-    ]
+    prompt_lengths, cached_lengths, batches = (256, 1024, 2048), (1024, 4096), (1, 8)
+    if quick:
+        prompt_lengths, cached_lengths, batches = (256,), (1024,), (1,)
+    works = []
+    for seq_len in prompt_lengths:
+        works.append(Work("decode", "prefill", 1, seq_len, dtype=dtype, is_causal=True))
+    for seq_len in cached_lengths:
+        for batch in batches:
+            works.append(Work("decode", "decode", batch, seq_len, dtype=dtype))
+    return works
 
 
 def _memory(dtype: str, quick: bool, long: bool) -> list[Work]:
-    options: dict[str, Any] = {"is_causal": True, "is_timed": False}
     if quick:
-        return [_core("memory", (1, 8, 1024), dtype, backward=True, **options)]
-    shapes = [(1, 12, 1024), (1, 16, 2048), (1, 8, 4096)]
+        core = _core("memory", (1, 8, 1024), dtype, is_causal=True, is_timed=False)
+        return [replace(core, backward=True)]
+    cores = [
+        _core("memory", shape, dtype, is_causal=True, is_timed=False)
+        for shape in ((1, 12, 1024), (1, 16, 2048), (1, 8, 4096))
+    ]
+    layer = Work("memory", "layer", 1, 2048, dtype=dtype, is_causal=True, is_timed=False)
     return [
-        *(
-            _core("memory", shape, dtype, backward=backward, **options)
-            for backward in (False, True)
-            for shape in shapes
-        ),
-        *(
-            Work("memory", "layer", 1, 2048, dtype=dtype, backward=backward, **options)
-            for backward in (False, True)
-        ),
+        *cores,
+        *[replace(core, backward=True) for core in cores],
+        layer,
+        replace(layer, backward=True),
     ]
 
 
 def _growth(dtype: str, quick: bool, long: bool) -> list[Work]:
-    lengths = [2**power for power in range(7, 11 if quick else 15 if long else 13)]  # from 128
-    batches, seq_len = ((1, 2, 4), 256) if quick else ((1, 2, 4, 8), 1024)
-    shapes = [*((1, 8, length) for length in lengths), *((batch, 8, seq_len) for batch in batches)]
+    longest = 4096
+    seq_len_of_batches, batches = 1024, (1, 2, 4, 8)
+    if quick:
+        longest = 1024
+        seq_len_of_batches, batches = 256, (1, 2, 4)
+    elif long:
+        longest = 16384
+    shapes = [(1, 8, length) for length in _doubled(128, longest)]
+    shapes += [(batch, 8, seq_len_of_batches) for batch in batches]
     return [_core("growth", shape, dtype, is_causal=True) for shape in shapes]
 
 
 def _growth_long(dtype: str, quick: bool, long: bool) -> list[Work]:
-    lengths = [2**power for power in range(10, 13 if quick else 18)]  # from 1024 to 131072
-    windows = [
-        _core("growth-long", (1, 8, length), dtype, is_causal=True, window_size=512)
-        for length in lengths
-    ]
-    return windows + [
-        Work("growth-long", "decode", 1, length, 8, dtype=dtype) for length in lengths
-    ]
+    lengths = _doubled(1024, 4096 if quick else 131072)
+    works = []
+    for length in lengths:
+        shape = (1, 8, length)
+        works.append(_core("growth-long", shape, dtype, is_causal=True, window_size=512))
+    for length in lengths:
+        works.append(Work("growth-long", "decode", 1, length, 8, dtype=dtype))
+    return works
+
+
+def _doubled(smallest: int, largest: int) -> list[int]:
+    """Return the smallest length, its double, and so on to the largest."""
+    lengths = [smallest]
+    while lengths[-1] < largest:
+        lengths.append(2 * lengths[-1])
+    return lengths

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from parity.use.cli.command import Options, Result, command, option
 from parity.use.cli.layers import layer_options, passed_layer_flags, weight_options
 from parity.use.cli.messages import contradiction, refusal, requires
@@ -18,10 +20,9 @@ from parity.use.cli.options import (
 @command(
     "measure speed compared with other libraries",
     about=(
-        "Measure the layers and the layers of other libraries, in turn in one process, and "
-        "compare them with the limits of the machine. With --model, measure the layers of a "
-        "model with their own weights. Only "
-        "ratios are meaningful."
+        "Measure the layers and those of other libraries, in turn in one process, and compare them "
+        "with the limits of the machine. With --model, measure the layers of a model with their "
+        "own weights. Only ratios are meaningful."
     ),
     example="mha-parity bench --suites cores,decode --quick",
     well="measured",
@@ -68,45 +69,54 @@ def run(options: Options) -> Result:
     check_names("--device", [options.device], DEVICES)
     groups = options.suites or GROUPS
     if options.plot is not None:
-        from parity.use.reporting.plot import check_destination
-
-        check_destination(options.plot, "--plot")
-        if "growth" not in groups:
-            raise refusal(
-                "--plot", "be passed with growth among --suites", {"--suites": ",".join(groups)}
-            )
-    asked = {"dtypes": options.dtypes, "device": options.device, "quick": options.quick}
+        _check_plot(options.plot, groups)
     _check_model_options(options)
+    effort = {"dtypes": options.dtypes, "device": options.device, "quick": options.quick}
     if options.model is not None:
         from parity_lab.bench.models import bench_model
 
-        about = {"layers": options.layers, "layout": options.layout, "prefix": options.prefix}
         with progress_bar(None) as on_row:
-            found = bench_model(
+            measurements = bench_model(
                 options.model,
                 options.backends,
-                **asked,
+                **effort,
+                layers=options.layers,
+                layout=options.layout,
+                prefix=options.prefix,
                 profile=options.profile,
                 on_row=on_row,
-                **about,
                 **layer_options(options),
             )
     else:
-        with progress_bar(count_rows(groups, options.backends, **asked)) as on_row:
-            found = bench(groups, options.backends, **asked, profile=options.profile, on_row=on_row)
-    print_bench(found, console())
+        num_rows = count_rows(groups, options.backends, **effort)
+        with progress_bar(num_rows) as on_row:
+            measurements = bench(
+                groups, options.backends, **effort, profile=options.profile, on_row=on_row
+            )
+    print_bench(measurements, console())
     if options.plot is not None:
-        plot_growth(found, options.plot)
-    return 0, found.to_dict()
+        plot_growth(measurements, options.plot)
+    return 0, measurements.to_dict()
+
+
+def _check_plot(path: str, groups: Sequence[str]) -> None:
+    """Reject a picture that cannot be written, or has nothing to show."""
+    from parity.use.reporting.plot import check_destination
+
+    check_destination(path, "--plot")
+    if "growth" not in groups:
+        groups_in_words = ",".join(groups)
+        expected = "be passed with growth among --suites"
+        raise refusal("--plot", expected, {"--suites": groups_in_words})
 
 
 def _check_model_options(options: Options) -> None:
     """Reject options about a model without --model, and options about other work with it."""
     if options.model is None:
-        if needless := [
-            *(["--layers"] if options.layers is not None else []),
-            *passed_layer_flags(options),
-        ]:
-            raise requires(needless, "--model")
+        flags = list(passed_layer_flags(options))
+        if options.layers is not None:
+            flags.insert(0, "--layers")
+        if flags:
+            raise requires(flags, "--model")
     elif options.suites is not None or options.plot is not None:
         raise contradiction("--model", "--suites or --plot")

@@ -34,15 +34,18 @@ def run(options: Options) -> Result:
     backends = options.backends or [name for name in SELFTESTED if not why_missing(name)]
     check_names("--backends", backends, SELFTESTED)
     for name in backends:
-        if reason := why_missing(name):
+        reason = why_missing(name)
+        if reason:
             raise ModuleNotFoundError(reason)
     if not backends:
         raise ModuleNotFoundError(no_framework())
     by_name = {case.name: case for case in SELFTEST_CASES}
     names = matching("--cases", options.cases or ["*"], by_name)
     cases = [by_name[name] for name in names]
-    total = len(backends) * sum(1 + len(bugs_in(case)) for case in cases)
-    with progress_bar(total) as on_bug:
+    # Each case also runs without a bug.
+    num_runs = len(backends) * sum(1 + len(bugs_in(case)) for case in cases)
+    with progress_bar(num_runs) as on_bug:
         outcomes = list(selftest(backends, cases, seeds=[options.seed], on_bug=on_bug))
     print_selftest(outcomes, console())
-    return 0 if all(outcome.is_caught for outcome in outcomes) else 1, {"outcomes": outcomes}
+    is_well = all(outcome.is_caught for outcome in outcomes)
+    return 0 if is_well else 1, {"outcomes": outcomes}

@@ -51,21 +51,21 @@ def test_different_layer_is_wrong(tool):
     swapped keys and values.
     """
     model, call, _ = tool["tiny_model"]("llama")
-    seen, name = tool["Seen"](model, call), "layers.1.self_attn"
+    observed, name = tool["Observed"](model, call), "layers.1.self_attn"
     spec, weights = parity.from_transformers(model.get_submodule(name), model.config)
-    assert tool["verdict"](seen, name, spec, weights, (True,))["verdict"] == "right"
+    assert tool["verdict"](observed, name, spec, weights, (True,))["verdict"] == "right"
     assert spec.rope is not None
     for other in (spec.replace(scale=0.3), spec.replace(rope=spec.rope.replace(theta=20000.0))):
-        assert tool["verdict"](seen, name, other, weights, (True,))["verdict"] == "wrong"
+        assert tool["verdict"](observed, name, other, weights, (True,))["verdict"] == "wrong"
     assert (
-        tool["verdict"](seen, name, spec, weights, (False,))["verdict"] == "right"
+        tool["verdict"](observed, name, spec, weights, (False,))["verdict"] == "right"
     )  # with the mask that it received
     swapped = {
         **weights,
         "k_proj.weight": weights["v_proj.weight"],
         "v_proj.weight": weights["k_proj.weight"],
     }
-    assert tool["verdict"](seen, name, spec, swapped, (True,))["verdict"] == "wrong"
+    assert tool["verdict"](observed, name, spec, swapped, (True,))["verdict"] == "wrong"
 
 
 def test_tiny_model_has_visible_biases(tool):

@@ -7,8 +7,10 @@ grow, for ruff.
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import grimp
 import pytest
@@ -40,6 +42,23 @@ def test_ttnn_mock_imports_no_other_package():
     graph = grimp.build_graph("ttnn_mock", include_external_packages=True, cache_dir=None)
     imported = {name for name in graph.modules if graph.is_module_squashed(name)}
     assert imported - sys.stdlib_module_names == {"ttnn", "torch", "numpy"}
+
+
+def is_python_script(path: Path) -> bool:
+    """Return whether a file has no suffix and begins with the line of a program in Python."""
+    if not path.is_file() or path.suffix:
+        return False
+    first_line, _, _ = path.read_bytes().partition(b"\n")
+    return first_line.startswith(b"#!") and b"python" in first_line
+
+
+def test_scripts_in_tools_are_linted():
+    """Ruff also checks every Python script in tools/ whose name has no suffix."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    scripts = [path for path in (ROOT / "tools").iterdir() if is_python_script(path)]
+    names = {path.relative_to(ROOT).as_posix() for path in scripts}
+    assert {"tools/coverage", "tools/mutants"} <= names
+    assert names == set(settings["tool"]["ruff"]["extend-include"])
 
 
 def test_class_names_of_parity_are_unique():
