@@ -62,7 +62,16 @@ def load_callable(target: str) -> Any:
     attention = _load(target, "the subject", "callable")
     if not callable(attention):
         raise InputError("the subject", "be callable", f"{type(attention).__name__} for {target!r}")
+    if _is_async(attention):
+        rule = "return its result when it is called"
+        raise InputError("the subject", rule, f"an async function for {target!r}")
     return attention
+
+
+def _is_async(target: Any) -> bool:
+    """Return whether the calls of a function, of a module or of another object are coroutines."""
+    calls = (target, getattr(target, "forward", None), type(target).__call__)
+    return any(inspect.iscoroutinefunction(call) for call in calls)
 
 
 def load_params(target: str) -> Any:
