@@ -43,7 +43,9 @@ CLAIMS = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal
     "--only", type=name_list, metavar="GLOBS", help="inject only these bugs, such as 'mask*,scale*'"
 )
 @option("--skip", type=name_list, metavar="GLOBS", help="leave out these bugs")
-@option("-j", "--jobs", type=int, default=1, metavar="N", help="runs at a time; default: 1")
+@option(
+    "-j", "--jobs", type=int, default=1, metavar="N", help="number of runs at a time; default: 1"
+)
 @option(
     "--timeout",
     type=float,

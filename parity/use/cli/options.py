@@ -150,7 +150,7 @@ def cases_option() -> Decorator:
         "--cases",
         type=name_list,
         metavar="CASES",
-        help="names and patterns, such as 'rope*,causal', or all; default: every feature once",
+        help="names and patterns, such as 'rope*,causal', or all; default: each feature once",
     )
 
 
