@@ -71,7 +71,7 @@ class StageView:
 
     @property
     def agrees_in_the_end(self) -> bool | None:
-        """Whether the end of every call agrees with the stages before it; None if one was not
+        """True if the end of every call agrees with the stages before it; None if one was not
         recorded.
 
         A wrong cache shows in later calls only, and nothing follows the outputs of a module's own

@@ -555,7 +555,7 @@ class EvidenceOfField(TypedDict):
     is_seen: Annotated[bool, "false if an attribute or a configuration alone has it"]
 
 
-class ObservedLayer(TypedDict):
+class LayerByObservation(TypedDict):
     """What observation of a layer of a live model shows."""
 
     name: Annotated[str, "name of its module"]
@@ -589,7 +589,7 @@ class LayerOfLiveModel(TypedDict):
     share: Annotated[Number, "error of its recorded outputs / budget"]
     not_ruled: Annotated[str, "why no rules describe it; empty if rules do"]
     refusal: Annotated[str, "why it has no specification; empty if it has one"]
-    identification: Annotated[ObservedLayer, "result of observation alone"]
+    identification: Annotated[LayerByObservation, "result of observation alone"]
 
 
 class LiveLayers(TypedDict):

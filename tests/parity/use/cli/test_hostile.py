@@ -86,6 +86,20 @@ def test_traceback_is_no_workflow_command(tmp_path, capfd, monkeypatch):
     assert "\n::" not in printed
 
 
+@pytest.mark.parametrize("command", ["plot a.safetensors a.png --heads", "run --model a --layers"])
+def test_huge_range_is_an_error(capsys, command):
+    """A range of more numbers than any model has layers or heads is an error, and fills no memory."""
+    printed = error_line(capsys, *command.split(), "0,5-99999999999999")
+    assert "0,5-99999999999999" in printed
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a folder without new files")
+def test_folder_without_new_files_is_an_error():
+    """A file in a folder in which no file can be created is an error, without an endless wait."""
+    with within(20), pytest.raises(FileNotFoundError, match=r"a\.safetensors"):
+        save("/proc/a.safetensors", random_weights(SPEC), SPEC)
+
+
 def test_message_is_one_short_line():
     """`in_line` joins lines, escapes control characters, and shortens a long text but keeps
     its end.
