@@ -100,6 +100,17 @@ def test_folder_without_new_files_is_an_error():
         save("/proc/a.safetensors", random_weights(SPEC), SPEC)
 
 
+def test_live_function_that_fails_is_named(tmp_path, capsys, monkeypatch):
+    """An error of the function of `spec --live` names the option, the error and its line."""
+    (tmp_path / "alive.py").write_text("def make(size):\n    pass\n\n\ndef fails():\n    1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    line = error_line(capsys, "spec", "--live", "alive:make")
+    assert refuses("--live", "TypeError: make()").is_printed_in(line)
+    line = error_line(capsys, "spec", "--live", "alive:fails")
+    assert refuses("--live", "ZeroDivisionError").is_printed_in(line)
+    assert "alive.py, line 6" in line
+
+
 def test_message_is_one_short_line():
     """`in_line` joins lines, escapes control characters, and shortens a long text but keeps
     its end.
