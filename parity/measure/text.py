@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
 MAX_SHOWN = 500  # characters
 
+COMMAND = re.compile(r"^([^\S\n]*):(?=:)", re.MULTILINE)
+"""The begin of a line that a GitHub workflow would obey, such as `::error::`, also after spaces."""
+
 
 def printable(text: str, *, keep: str = "\n") -> str:
-    r"""Escape characters that a terminal obeys or cannot show.
+    r"""Escape what a terminal or a GitHub workflow obeys, and characters that cannot be shown.
 
-    They are controls, directions of text, and half characters.
+    The characters are controls, directions of text, and half characters. A line that begins with
+    `::` is a command in the log of a workflow: its first colon is escaped.
 
     Args:
         text: any text.
@@ -21,14 +26,16 @@ def printable(text: str, *, keep: str = "\n") -> str:
     Returns:
         The text with `\x1b` instead of an escape character.
     """
-    if text.isprintable():
-        return text
-    characters = []
-    for character in text:
-        if not character.isprintable() and character not in keep:
-            character = character.encode("unicode_escape", "surrogatepass").decode()
-        characters.append(character)
-    return "".join(characters)
+    if not text.isprintable():
+        characters = []
+        for character in text:
+            if not character.isprintable() and character not in keep:
+                character = character.encode("unicode_escape", "surrogatepass").decode()
+            characters.append(character)
+        text = "".join(characters)
+    if "::" in text:
+        text = COMMAND.sub(r"\1\\x3a", text)
+    return text
 
 
 def in_line(text: str, most: int = MAX_SHOWN) -> str:

@@ -20,9 +20,9 @@ from parity.use.cli.options import (
 @command(
     "measure speed compared with other libraries",
     about=(
-        "Measure the layers and those of other libraries, in turn in one process, and compare them "
-        "with the limits of the machine. With --model, measure the layers of a model with their "
-        "own weights. Only ratios are meaningful."
+        "Measure the layers of this project and of other libraries, in turn in one process, and "
+        "compare them with the limits of the machine. With --model, measure the layers of a model "
+        "with their own weights. Only ratios are meaningful."
     ),
     example="mha-parity bench --suites cores,decode --quick",
     well="measured",
@@ -42,8 +42,18 @@ from parity.use.cli.options import (
     metavar="A,B",
     help="jax, torch; default: all that are installed",
 )
-@option("--dtypes", type=dtype_list, metavar="A,B", help="default: float32, on a GPU bfloat16")
-@option("--device", default="cpu", help="device of torch, cpu or cuda; JAX uses its default device")
+@option(
+    "--dtypes",
+    type=dtype_list,
+    metavar="A,B",
+    help="dtypes of the inputs; default: float32, or bfloat16 on a GPU",
+)
+@option(
+    "--device",
+    default="cpu",
+    metavar="DEVICE",
+    help="device of torch, cpu or cuda; JAX uses its default device",
+)
 @option("--quick", is_flag=True, help="fewer rows and smaller shapes, in less than 90 s")
 @option("--profile", is_flag=True, help="also count kernels, copies and waits for the device")
 @option(

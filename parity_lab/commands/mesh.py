@@ -21,7 +21,7 @@ from parity.use.cli.reports import skip_option
         "program, and compare them with the necessary ones."
     ),
     example="mha-parity mesh data=2,tensor=4 --backends jax --virtual-devices 8",
-    well="all agrees",
+    well="everything agrees",
     wrong="a stage differs or too much is sent",
     has_quiet_form=True,
 )
@@ -35,7 +35,7 @@ from parity.use.cli.reports import skip_option
     "--axis-types",
     type=OneOf(("automatic", "explicit")),
     default="automatic",
-    help="JAX's mesh axes; automatic (default): XLA decides, explicit: the types of arrays do",
+    help="JAX's mesh axes: automatic (default), by XLA, or explicit, by the types of arrays",
 )
 @cases_option()
 @backend_options()

@@ -24,7 +24,7 @@ from parity.use.cli.options import backend_list, check_names, matching, name_lis
     help="jax, torch; default: all that are installed",
 )
 @option("--cases", type=name_list, metavar="CASES", help="names and patterns; default: all of them")
-@option("--seed", type=int, default=0, help="seed of the random weights")
+@option("--seed", type=int, default=0, metavar="N", help="seed of the random weights")
 def run(options: Options) -> Result:
     """Inject the bugs, and print the outcomes."""
     from parity.measure.backends import why_missing

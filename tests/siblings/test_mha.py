@@ -809,7 +809,7 @@ def test_module_takes_the_fields_of_its_spec(sibling, kind):
         assert module.spec == spec
 
 
-REFUSED = {
+REJECTED = {
     "num_heads in addition to a spec": ((SPEC, 2), {}, refuses("num_heads", num_heads=2)),
     "a field in addition to a spec": ((SPEC,), {"dropout": 0.1}, refuses("dropout", dropout=0.1)),
     "both": ((SPEC, 2), {"sinks": True}, refuses("num_heads and sinks", num_heads=2, sinks=True)),
@@ -833,10 +833,10 @@ REFUSED = {
 
 
 @every_kind
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_module_rejects_other_fields(sibling, kind, name):
     """A module raises an error for fields that a spec does not have, or that do not fit."""
-    arguments, keywords, refusal = REFUSED[name]
+    arguments, keywords, refusal = REJECTED[name]
     with refusal:
         sibling.made(kind, *arguments, **keywords)
 

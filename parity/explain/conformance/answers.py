@@ -15,12 +15,12 @@ from parity.measure.text import counted
 class Kind(Enum):
     """Kind of an answer; the last in this order takes precedence.
 
-    `REFUSED`: a deliberate error; `ABSENT`: not supported; `KEPT`; `NOTE`: kept, by an uncommon
+    `REJECTED`: a deliberate error; `ABSENT`: not supported; `KEPT`; `NOTE`: kept, by an uncommon
     convention; `DIFFERS`: depends on the path; `BROKEN`: breaks a promise of its own or a universal
     expectation. The last two are broken promises.
     """
 
-    REFUSED = "refused"
+    REJECTED = "refused"
     ABSENT = "absent"
     KEPT = "ok"
     NOTE = "note"
@@ -55,7 +55,7 @@ class PathAnswer:
     @property
     def with_reason(self) -> str:
         """Return the words, with the reason of a rejection."""
-        if self.kind is Kind.REFUSED:
+        if self.kind is Kind.REJECTED:
             return f"{self.words}: {self.evidence}"
         return self.words
 
@@ -89,7 +89,7 @@ class Answer(JsonRecord):
     @property
     def status(self) -> str:
         """Return the kind for JSON, where a rejection counts as absent."""
-        if self.kind is Kind.REFUSED:
+        if self.kind is Kind.REJECTED:
             return Kind.ABSENT.value
         return self.kind.value
 

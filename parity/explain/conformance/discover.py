@@ -42,8 +42,8 @@ from parity.explain.conformance.subjects import (
     Subject,
 )
 from parity.explain.conformance.user_calls import UserAttention
-from parity.measure.core.user_code import name_of, user_code
-from parity.measure.text import did_you_mean
+from parity.measure.core.user_code import name_of, place_of, user_code
+from parity.measure.text import did_you_mean, some_of
 
 OF_LIBRARY = {**{name: name for name in FRAMEWORKS}, "jaxlib": "jax"}
 """Frameworks by the top-level package of their definitions."""
@@ -62,7 +62,16 @@ def load_callable(target: str) -> Any:
     attention = _load(target, "the subject", "callable")
     if not callable(attention):
         raise InputError("the subject", "be callable", f"{type(attention).__name__} for {target!r}")
+    if _is_async(attention):
+        rule = "return its result when it is called"
+        raise InputError("the subject", rule, f"an async function for {target!r}")
     return attention
+
+
+def _is_async(target: Any) -> bool:
+    """Return whether the calls of a function, of a module or of another object are coroutines."""
+    calls = (target, getattr(target, "forward", None), type(target).__call__)
+    return any(inspect.iscoroutinefunction(call) for call in calls)
 
 
 def load_params(target: str) -> Any:
@@ -96,16 +105,14 @@ def _load(target: str, argument: str, kind: str) -> Any:
     if not module_name or not attribute:
         raise InputError(argument, f"be given as pkg.module:{kind}", repr(target))
     value = _import_from_here(module_name)
+    owner = f"module {module_name!r}"
     for name in attribute.split("."):
         if not hasattr(value, name):
             public_names = [other for other in dir(value) if not other.startswith("_")]
-            raise InputError(
-                target,
-                "name an attribute of its module",
-                f"no {name!r}",
-                hint=did_you_mean(name, public_names),
-            )
+            hint = did_you_mean(name, public_names) or f"it has {some_of(public_names)}"
+            raise ImportError(f"{owner} has no {name!r}; {hint}")
         value = getattr(value, name)
+        owner = repr(name)
     return value
 
 
@@ -118,14 +125,13 @@ def _import_from_here(module_name: str) -> Any:
         with user_code(module_name):
             return importlib.import_module(module_name)
     except Exception as error:  # importing may raise anything
-        advice = ""
         # The module itself is absent, instead of one that it imports.
         top_package = module_name.partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and error.name == top_package:
-            advice = "; run from the folder of the module, or set PYTHONPATH"
-        raise ImportError(
-            f"{module_name} must be importable, got {type(error).__name__}: {error}{advice}"
-        ) from error
+            reason = f"{error}; run from the folder of the module, or set PYTHONPATH"
+        else:
+            reason = f"{type(error).__name__}: {error}; {place_of(error)}"
+        raise ImportError(f"cannot import {module_name!r}: {reason}") from error
 
 
 # ---- The subject ---------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def apply_promises(answer: Answer, subject: Subject) -> Answer:
 def of_error(error: Refused | Failed) -> PathAnswer:
     """Return the finding of a path that raised an error."""
     if isinstance(error, Refused):
-        return PathAnswer("rejected", Kind.REFUSED, str(error), error.__cause__)
+        return PathAnswer("rejected", Kind.REJECTED, str(error), error.__cause__)
     return PathAnswer(error.words, Kind.BROKEN, str(error), error.__cause__)
 
 
@@ -60,7 +60,7 @@ def merge(
         words = f"{words}; {also.words}"
 
     refusal, exception = "", None
-    refused_path = _first_path(findings, Kind.REFUSED)
+    refused_path = _first_path(findings, Kind.REJECTED)
     if refused_path is not None:
         refusal = f"{refused_path}: {findings[refused_path].evidence}"
         exception = findings[refused_path].exception
@@ -84,7 +84,7 @@ def _common_kind(findings: Mapping[Path, PathAnswer]) -> Kind:
     must agree.
     """
     kind = worst(finding.kind for finding in findings.values())
-    distinct = {finding for finding in findings.values() if finding.kind is not Kind.REFUSED}
+    distinct = {finding for finding in findings.values() if finding.kind is not Kind.REJECTED}
     if len(distinct) > 1 and kind is not Kind.BROKEN:
         return Kind.DIFFERS
     return kind
@@ -118,7 +118,7 @@ def _example(
         f"  result  {finding.evidence or finding.words}",
     ]
     for other_path, other in findings.items():
-        if other != finding and other.kind is not Kind.REFUSED:
+        if other != finding and other.kind is not Kind.REJECTED:
             contrast = f"{other.words} ({other_path})"
             if other.evidence:
                 contrast += f": {other.evidence}"

@@ -146,7 +146,8 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosi
         seconds: work of the search, see `parity.explain.diagnosis.work`, in addition to `SPARED`.
     """
     if not whole.compared.first_wrong():
-        return Diagnosis(has_stages=len(whole.observed) > 1)
+        has_stages = len(whole.observed) > 1
+        return Diagnosis(has_stages=has_stages, output_agrees=_output_agrees(whole))
     seconds_of_layer = PER_MULTIPLICATION * multiplications(whole.problem)
     work = Work(seconds + SPARED * seconds_of_layer)
     diagnoses: list[Diagnosis] = []
@@ -219,7 +220,7 @@ def _of_first_call(diagnosis: Diagnosis) -> Diagnosis:
         findings=findings,
         sample=f"the first call ({diagnosis.sample}), {UNCONFIRMED}",
         taken={},
-        agrees=False,
+        output_agrees=None,
     )
 
 
@@ -445,8 +446,15 @@ def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
         taken=taken,
         sample=_listed([diagnosis.sample for diagnosis in diagnoses], "; "),
     )
+    return replace(joined, output_agrees=_output_agrees(whole))
+
+
+def _output_agrees(whole: Whole) -> bool | None:
+    """Return whether the whole output agrees; None if it was not compared."""
     output = whole.compared.get("output")
-    return replace(joined, agrees=joined.is_wrong and output is not None and output.passed)
+    if output is None:
+        return None
+    return output.passed
 
 
 def _followed_by_paths(

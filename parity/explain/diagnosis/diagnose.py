@@ -114,7 +114,7 @@ def diagnose(
         raise InputError("arithmetic", f"be one of {known}", arithmetic=arithmetic)
     arithmetic = arithmetic or arithmetic_of(observed)
     stages = stages_of("observed", with_absent_gradients(observed, problem), "output")
-    check_names([*stages], problem)
+    check_names("observed", [*stages], problem)
     has_gradients = any(stage_named(name).is_gradient for name in stages)
     reference = RememberingReference(problem, has_gradients, frozenset(stages))
     diagnosis = diagnose_stages(stages, reference, arithmetic, seconds)
@@ -539,13 +539,9 @@ def observe(
             names = [name for name in ("query", "key", "k", "v") if name in problem.inputs]
             arrays = [backend.from_numpy(problem.inputs[name]) for name in names]
             result = _called(function, arrays, {})
-            stages = stages_of("the function's", _stages_in(result), "output")
+            stages = stages_of("the function's result", _stages_in(result), "output")
         stages = {name: np.array(x) for name, x in stages.items()}
-    unknown = unknown_names([*stages], problem)
-    if unknown:
-        names_of_stages = ", ".join(name for name in STAGES if "." not in name)
-        rule = f"be named as in STAGES, {names_of_stages}"
-        raise InputError("stages", rule, str(unknown))
+    check_names("the function's result", [*stages], problem)
     return stages
 
 
@@ -585,7 +581,7 @@ def _stages_of_calls(
                 rule = f"return its result and its cache, because it receives {name_of_cache}"
                 raise InputError("the function", rule, type(result).__name__)
             result, cache = result
-        of_call = stages_of("the function's", _stages_in(result), "output")
+        of_call = stages_of("the function's result", _stages_in(result), "output")
         for name, x in of_call.items():
             # A copy, because the function may write into its arrays again.
             stages[f"step{step}.{name}"] = np.array(x)
@@ -600,12 +596,16 @@ def _called(function: Callable[..., Any], inputs: list[Any], keywords: Mapping[s
     """
     try:
         with user_code("the function"):
-            return function(*inputs, **keywords)
+            result = function(*inputs, **keywords)
     except EndedProgramError as error:  # whose text has the line
         raise InputError("the function", "take the inputs", str(error)) from error
     except Exception as error:  # any exception of the function
         raised = f"{type(error).__name__}: {error}, {place_of(error)}"
         raise InputError("the function", "take the inputs", raised) from error
+    if inspect.iscoroutine(result):
+        result.close()  # Python would warn that nothing awaited it
+        raise InputError("the function", "return its result", "a coroutine of an async function")
+    return result
 
 
 def _stages_in(result: Any) -> Mapping[str, Any]:
@@ -627,7 +627,7 @@ def _stages_in(result: Any) -> Mapping[str, Any]:
     types = ", ".join(f"{name}: {type(x).__name__}" for name, x in stages.items())
     raise InputError(
         "the function",
-        "give an array, (output, attention weights), or arrays by stage",
+        "return an array, (output, attention weights), or arrays by stage",
         types or "nothing",
     )
 

@@ -411,7 +411,8 @@ class Diagnosis(JsonRecord):
         conventions: by stage, a description of its convention if that is not ours.
         choice: a description of how the implementation computes differently; it is not a bug.
         untried: the parts of the search that exceeded the time limit.
-        agrees: True if the output agrees nevertheless.
+        output_agrees: whether the output agrees, also if an earlier stage is wrong; None if it was
+            not compared.
         dtypes: dtypes of the stages whose dtype is not the problem's.
         dtype: the problem's dtype.
         taken: the stages of a different convention, converted to the reference's if that is
@@ -443,7 +444,7 @@ class Diagnosis(JsonRecord):
     conventions: Mapping[str, str] = field(default_factory=dict)
     choice: str = ""
     untried: str = ""
-    agrees: bool = False
+    output_agrees: bool | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     dtype: str = ""
     taken: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
@@ -632,7 +633,7 @@ class Diagnosis(JsonRecord):
                 text = excess(finding.stage, finding.error_before, finding.ratio_before)
                 stage = ("Wrong stage", text)
             for line_label, text in finding.lines(stage, verbose=verbose):
-                if line_label == FOLLOWS and self.agrees and finding.follows == ("output",):
+                if line_label == FOLLOWS and self.output_agrees and finding.follows == ("output",):
                     continue
                 if line_label:
                     yield line_label, text
@@ -647,7 +648,7 @@ class Diagnosis(JsonRecord):
 
     def _notes(self, *, verbose: bool) -> Iterator[Line]:
         """Yield what applies to the whole diagnosis."""
-        if self.agrees and self.is_wrong:
+        if self.output_agrees and self.is_wrong:
             yield "Note", "the output agrees with the reference all the same"
         for stage, reason in self.malformed.items():
             if stage != self.stage:

@@ -37,9 +37,17 @@ from parity.measure.core.blas import single_threaded
 from parity.measure.core.compare import SAME_PRECISION, Judgement, budget
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import STAGES_BETWEEN
-from parity.measure.core.stages import FUSED_PATHS, STAGES, Step, Values, stage_named
+from parity.measure.core.stages import (
+    FUSED_PATHS,
+    STAGES,
+    Step,
+    Values,
+    did_you_mean_stage,
+    stage_named,
+)
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import is_floating
+from parity.measure.text import some_of
 
 BIAS_SUMS = "gradients of biases are summed in {dtype}"
 """A description of an allowed way to compute in 16 bits."""
@@ -89,8 +97,13 @@ def _is_gradient_of(name: str, problem: Problem) -> bool:
     return f"grad.{stage.quantity}" in STAGES_BETWEEN
 
 
-def check_names(names: Sequence[str], problem: Problem) -> None:
+def check_names(what: str, names: Sequence[str], problem: Problem) -> None:
     """Reject names that are neither stages nor gradients of a problem.
+
+    Args:
+        what: what has the names, for the message.
+        names: the names.
+        problem: the problem.
 
     Raises:
         ValueError: if there are any, or no names at all.
@@ -98,7 +111,32 @@ def check_names(names: Sequence[str], problem: Problem) -> None:
     unknown = sorted(unknown_names(names, problem))
     if unknown or not names:
         rule = "have stages of the problem, or gradients: grad. and a stage, an input or a weight"
-        raise InputError("observed", rule, str(unknown))
+        raise InputError(what, rule, str(unknown), hint=_hint_for(unknown, problem))
+
+
+def _hint_for(unknown: Sequence[str], problem: Problem) -> str:
+    """Return the names that unknown ones may mean; all stages if none is near."""
+    known_names = _names_of(problem)
+    hints: list[str] = []
+    for name in unknown:
+        hint = did_you_mean_stage(name, known_names)
+        if hint and len(unknown) > 1:
+            hint = f"{name}: {hint}"
+        if hint:
+            hints.append(hint)
+    if not hints:
+        stages = [name for name in known_names if "." not in name]
+        return f"its stages are {some_of(stages or known_names, len(STAGES))}"
+    return " ".join(hints)
+
+
+def _names_of(problem: Problem) -> list[str]:
+    """Return the names of the stages and gradients of a problem."""
+    candidates = [*STAGES]
+    for step in range(len(problem.case.chunks)):
+        candidates += [f"step{step}.{name}" for name in STAGES]
+    candidates += [f"grad.{name}" for name in (*problem.inputs, *problem.weights)]
+    return [name for name in dict.fromkeys(candidates) if _is_of_problem(name, problem)]
 
 
 # ---- The trial -----------------------------------------------------------------------------------
@@ -346,7 +384,6 @@ def diagnose_gradients(
         diagnosis,
         findings=findings,
         untried=untried,
-        agrees=forward.agrees or ("output" in stages and not forward.is_wrong),
     )
     return _with_first(diagnosis, trial, wrong[0])
 

@@ -64,4 +64,5 @@ def diagnose_worst(
         return diagnosis
     # A gradient, a dtype or a missing stage: no bug in the formulas would explain it.
     about = (difference.stage, difference.error, difference.worse_ratio)
-    return Diagnosis(*about, findings=[Finding(*about)])
+    agrees = diagnosis.output_agrees
+    return Diagnosis(*about, findings=[Finding(*about)], output_agrees=agrees)

@@ -70,8 +70,9 @@ class StageView:
         return False
 
     @property
-    def agrees_in_the_end(self) -> bool:
-        """True if the end of every call was recorded and agrees with the stages before it.
+    def agrees_in_the_end(self) -> bool | None:
+        """True if the end of every call agrees with the stages before it; None if one was not
+        recorded.
 
         A wrong cache shows in later calls only, and nothing follows the outputs of a module's own
         paths, so these must also agree.
@@ -81,7 +82,7 @@ class StageView:
         for name in trial.values:
             if stage_named(name).kind == "output":
                 if name not in trial.observed:
-                    return False
+                    return None
                 ends.append(name)
             elif name in trial.stages and ("cache" in name or name.endswith(".output")):
                 ends.append(name)
@@ -109,6 +110,7 @@ class StageView:
             malformed=self.malformed,
             conventions=self.conventions,
             choice=trial.choice.about.format(dtype=trial.problem.dtype),
+            output_agrees=self.agrees_in_the_end,
             taken=taken,
         )
         if result is None:
@@ -117,7 +119,6 @@ class StageView:
             diagnosis,
             findings=result.findings,
             untried="" if result.is_complete else untried,
-            agrees=self.agrees_in_the_end,
         )
 
 

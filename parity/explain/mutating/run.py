@@ -34,7 +34,7 @@ larger counts.
 class Status(Enum):
     """Result of an injected bug; all but the first two are gaps of the tests.
 
-    `NOTICED`: the tests fail, and the callable's result is changed; `REFUSED`: the callable itself
+    `NOTICED`: the tests fail, and the callable's result is changed; `REJECTED`: the callable itself
     raises an error, whatever the tests check; `SURVIVED`: the tests pass; `UNCHANGED`: no call
     returns a different result; `NOT_REACHED`: no call allows it, for example because none has a
     mask; `TIMED_OUT`. `NOT_INJECTED` is not a gap: the calls show that the callable does not allow
@@ -42,7 +42,7 @@ class Status(Enum):
     """
 
     NOTICED = "noticed"
-    REFUSED = "refused"
+    REJECTED = "rejected"
     SURVIVED = "not noticed"
     UNCHANGED = "changed nothing"
     NOT_REACHED = "not reached"
@@ -76,7 +76,7 @@ class Outcome(JsonRecord):
     @property
     def is_caught(self) -> bool:
         """Return whether no further test is needed for it."""
-        return self.status in (Status.NOTICED, Status.REFUSED)
+        return self.status in (Status.NOTICED, Status.REJECTED)
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def _result_of(run: Run) -> tuple[Status, str]:
         raised = run.first("raised") or ""
         if has_passed:
             return Status.SURVIVED, f"though it raises {raised}"
-        return Status.REFUSED, raised
+        return Status.REJECTED, raised
     reason = "every call returns the same result without it"
     if not has_passed:
         reason += f"; yet {failure} fails"

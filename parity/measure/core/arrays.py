@@ -132,11 +132,7 @@ def _add_arrays(by_name: dict[str, np.ndarray], name: str, node: Any) -> None:
     if name in by_name:
         rule = "differ after their levels are joined with dots"
         raise InputError("names", rule, f"{name} twice")
-    try:
-        by_name[name] = to_numpy(node)
-    except TypeError:
-        rule = "be an array of NumPy, torch or JAX"
-        raise InputTypeError(name, rule, type(node).__name__) from None
+    by_name[name] = _array(name, node)
 
 
 def arithmetic_of(*values: Any) -> str:
@@ -169,19 +165,37 @@ def stages_of(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
 
 
 def _array(what: str, value: Any) -> np.ndarray:
+    """Return a value as a NumPy array; an error calls the value `what`."""
     try:
         return to_numpy(value)
+    except InputTypeError as error:
+        raise error.renamed(lambda _, got: (what, got)) from None
     except TypeError:
         rule = "be an array of NumPy, torch, JAX or TTNN"
         raise InputTypeError(what, rule, type(value).__name__) from None
 
 
+def _check_dense(x: torch.Tensor) -> None:
+    """Reject a tensor that NumPy cannot hold."""
+    import torch
+
+    kind = ""
+    if x.is_meta:
+        kind = "a tensor on the meta device, which has no values"
+    elif x.is_quantized:
+        kind = "a quantized tensor; x.dequantize() has its values"
+    elif x.is_nested:
+        kind = "a nested tensor; torch.nested.to_padded_tensor pads it"
+    elif x.layout != torch.strided:
+        kind = f"a sparse tensor ({x.layout}); x.to_dense() has its values"
+    if kind:
+        raise InputTypeError("an array", "be dense and have values", kind)
+
+
 def _from_torch(x: torch.Tensor) -> np.ndarray:
     import torch
 
-    if x.is_meta or x.layout != torch.strided or x.is_quantized:
-        got = f"one of {x.dtype} on {x.device} in {x.layout}"
-        raise InputTypeError("a tensor", "be dense and have values", got)
+    _check_dense(x)
     x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
     x = x.clone()  # the tensor may be modified in place later
     name = str(x.dtype).removeprefix("torch.")

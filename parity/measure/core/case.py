@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
+from mha_spec.rules import as_count, as_factor, as_one_of
 from parity.measure.core.quantization import CacheQuantization
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -97,6 +98,7 @@ class Case:
     cache_slots: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self._check_sizes()
         per_sequence = f"batch={self.batch}"
         if self.chunks:
             is_sum = self.seq_len == sum(self.chunks)
@@ -110,9 +112,16 @@ class Case:
             has_all = len(self.new_lengths) == len(self.chunks)
             rule = f"have one entry per chunk of chunks={self.chunks}"
             self._require("new_lengths", rule, holds=has_all)
+            for row, chunk in zip(self.new_lengths, self.chunks, strict=True):
+                fits = min(row) >= 0 and max(row) <= chunk
+                self._require("new_lengths", "be at least 0 and at most the chunk", holds=fits)
         if self.key_padding_lengths is not None:
             has_all = len(self.key_padding_lengths) == self.batch
             self._require("key_padding_lengths", f"have {per_sequence} numbers", holds=has_all)
+            shortest, longest = min(self.key_padding_lengths), max(self.key_padding_lengths)
+            fits = shortest >= 0 and longest <= self.key_len
+            rule = f"be at least 0 and at most {self.key_len}, the number of keys"
+            self._require("key_padding_lengths", rule, holds=fits)
         if self.segment_ids:
             has_all = [len(row) for row in self.segment_ids] == [self.seq_len] * self.batch
             rule = f"have {per_sequence} rows of seq_len={self.seq_len} ids"
@@ -129,8 +138,25 @@ class Case:
             self._check_position_ids(self.position_ids)
         if self.cache_slots is not None:
             self._check_cache_slots(self.cache_slots)
+        if self.is_cached and self.cache_slots is None:
+            needed = max(self.lengths_before(len(self.chunks)))
+            rule = f"be at least {needed}, the number of tokens of a sequence"
+            self._require("capacity", rule, holds=self.capacity >= needed)
         is_dtype = self.dtype is None or self.dtype in DTYPES
         self._require("dtype", f"be one of {', '.join(DTYPES)}, or None", holds=is_dtype)
+
+    def _check_sizes(self) -> None:
+        """Raise an error unless each number is in its range."""
+        for name in ("batch", "seq_len", "seq_len_k", "window_size"):
+            value = getattr(self, name)
+            if value is not None:
+                as_count(name, value)
+        for chunk in self.chunks:
+            as_count("chunks", chunk)
+        as_count("first_position", self.first_position, minimum=0)
+        as_count("capacity", self.capacity, minimum=0)
+        as_factor("gain", self.gain)
+        as_one_of("not_finite", self.not_finite, ("visible", "hidden", None))
 
     def _check_mask(self, mask: np.ndarray) -> None:
         """Raise an error unless a mask fits the case."""

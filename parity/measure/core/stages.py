@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from parity.measure.core.case import Case
+from parity.measure.text import did_you_mean
 
 STAGES: dict[str, tuple[str, ...]] = {
     "mask": ("B", "N", "T", "S"),
@@ -59,6 +60,25 @@ order of the backward data flow; `fused.grad.*` and `blocks.grad.*` are the grad
 paths. With a cache, names start with the step: `step3.scores`.
 """
 
+ALIASES = {
+    "queries": "q",
+    "query": "q",
+    "keys": "k",
+    "key": "k",
+    "values": "v",
+    "value": "v",
+    "logits": "scores",
+    "attn": "attn_weights",
+    "attention": "attn_weights",
+    "attention_weights": "attn_weights",
+    "probs": "attn_weights",
+    "weights": "attn_weights",
+    "out": "output",
+    "o": "output",
+    "attn_output": "output",
+}
+"""Names that other libraries use for stages."""
+
 FUSED_PATHS = ("fused", "blocks")
 """Paths of a module without attention weights."""
 
@@ -71,7 +91,8 @@ PATHS = ("module", *FUSED_PATHS, TUTORIAL)
 EXACT = ("mask", "cache.lengths")
 """Stages that are not floating point."""
 
-_NAME = re.compile(rf"(?:step(\d+)\.)?(?:({'|'.join(PATHS)})\.)?(grad\.)?(.*)", re.DOTALL)
+# More digits than any number of calls has would be slow to read as a number.
+_NAME = re.compile(rf"(?:step(\d{{1,9}})\.)?(?:({'|'.join(PATHS)})\.)?(grad\.)?(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -153,6 +174,16 @@ def stage_named(name: str) -> Stage:
     digits, path, gradient, quantity = match.groups()
     step = None if digits is None else int(digits)
     return Stage(quantity, path or "", bool(gradient), step)
+
+
+def did_you_mean_stage(name: str, known_names: Collection[str]) -> str:
+    """Return a question about the stage that an unknown name may mean; empty if none is near."""
+    stage = stage_named(name)
+    quantity = ALIASES.get(stage.quantity.lower(), stage.quantity)
+    meant = str(replace(stage, quantity=quantity))
+    if meant in known_names:
+        return f"did you mean {meant}?"
+    return did_you_mean(name, known_names)
 
 
 # ---- Order ---------------------------------------------------------------------------------------

@@ -327,6 +327,7 @@ def _acquire(lock: BaseFileLock, *, wait: bool) -> bool:
         a read-only folder, on a file system without them, or if the file belongs to another user.
     """
     try:
+        _create(lock.lock_file)
         lock.acquire(blocking=wait)
     except (TimeoutError, PermissionError):  # another writer's, or none may be created here
         return False
@@ -337,6 +338,15 @@ def _acquire(lock: BaseFileLock, *, wait: bool) -> bool:
                 os.unlink(lock.lock_file)
         return False
     return True
+
+
+def _create(path: str) -> None:
+    """Create the file of a lock, unless it exists.
+
+    filelock waits without end for a file that cannot be created, for example in /proc.
+    """
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    os.close(os.open(path, flags, 0o644))
 
 
 def _remove_lock(lock: BaseFileLock) -> None:

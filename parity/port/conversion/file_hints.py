@@ -301,7 +301,7 @@ def _unknown_layout(file: TensorFile, model: ModelHints, argument: str) -> Input
         hint.append(model.why_unknown)
     return InputError(
         argument,
-        f"be given for {file.path}, whose metadata do not have it",
+        f"be passed for {file.path}, which does not record its layout",
         remedy=remedy,
         hint="; ".join(hint),
     )

@@ -213,7 +213,8 @@ class TensorCache:
                 del self._cached[next(iter(self._cached))]
             tensor = self.file.read(name) if index is None else self.file.read_entry(name, index)
             if not is_finite(tensor):
-                raise InputError(name, "be finite", "NaN or infinities")
+                where = str(self.file.path)
+                raise InputError(name, "be finite", "NaN or infinities", where=where)
             self._cached[key] = tensor
         return self._cached[key]
 

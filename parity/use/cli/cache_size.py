@@ -15,15 +15,16 @@ MOST_SIZE = 2**63 - 1
     example="mha-parity cache-size --num-kv-heads 8 --head-dim 128 --capacity 8192 --num-layers 80",
     well="computed",
 )
-@option("--batch-size", type=int, default=1, metavar="B", help="sequences; default: 1")
+@option("--batch-size", type=int, default=1, metavar="B", help="number of sequences; default: 1")
 @option("--num-kv-heads", type=int, required=True, metavar="K", help="key/value heads")
 @option("--head-dim", type=int, required=True, metavar="H", help="features of a head")
 @option("--capacity", type=int, required=True, metavar="S", help="tokens of each sequence")
-@option("--num-layers", type=int, default=1, metavar="L", help="layers; default: 1")
+@option("--num-layers", type=int, default=1, metavar="L", help="number of layers; default: 1")
 @option(
     "--dtype",
     type=dtype_name,
     default="float16",
+    metavar="DTYPE",
     help="float32, bfloat16, float16, float64; default: float16",
 )
 def run(options: Options) -> Result:

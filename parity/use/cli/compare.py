@@ -18,14 +18,14 @@ from parity.use.cli.reports import attention_maps, print_and_write, report_optio
 @command(
     "compare traces, recordings of models, or files of weights",
     about=(
-        "Compare the inputs by their kind. Traces, which `run --save-traces` wrote in any "
-        "environment, are compared with the reference. A recording of `parity.tap` "
+        "Compare two inputs, or one with the reference. Traces, which `run --save-traces` "
+        "wrote in any environment, are compared with the reference. A recording of `parity.tap` "
         "is compared layer by layer, with the model in --model or with a second recording. Two "
         "files of weights are compared tensor by tensor, and stage by stage, whatever their "
         "layouts."
     ),
     example="mha-parity compare traces/torch traces/tt",
-    well="everything is compared and agrees",
+    well="everything was compared and agrees",
     wrong="something differs",
     forms=(
         ("TRACES…", "folders of traces, or single traces"),
@@ -48,7 +48,7 @@ from parity.use.cli.reports import attention_maps, print_and_write, report_optio
 @skip_option()
 @report_options()
 @group(
-    "files of weights, each option once for both or twice",
+    "files of weights; pass each option once for both, or twice",
     option(
         "--from",
         "layouts",

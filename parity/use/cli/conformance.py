@@ -21,11 +21,11 @@ DECLARATIONS += ("mask_name", "mask_true", "causal_name", "causal_alignment")
 
 
 @command(
-    "report how an attention treats masks, empty rows and NaN",
+    "report how attention code treats masks, empty rows and NaN",
     about=(
-        "Report the conventions of an attention (mask polarity, causal alignment, fully masked "
-        "rows, …) and the guarantees that it breaks. It is your own function or module, or one of"
-        " torch, JAX, Flax, Keras and Equinox."
+        "Report the conventions of an attention function or module (mask polarity, causal "
+        "alignment, fully masked rows, …) and the guarantees that it breaks. It may be your own, "
+        "or one of torch, JAX, Flax, Keras and Equinox."
     ),
     example="mha-parity conformance my_package.attention:attention --mask-true hides",
     well="no guarantee is broken",
@@ -61,7 +61,7 @@ DECLARATIONS += ("mask_name", "mask_true", "causal_name", "causal_alignment")
     "--dtypes",
     type=dtype_list,
     metavar="A,B",
-    help="default: float32,bfloat16,float16; for ttnn: bfloat16",
+    help="dtypes of the inputs; default: float32,bfloat16,float16; for ttnn: bfloat16",
 )
 @declarations(("torch", "jax", "ttnn"))
 @option("--d-model", type=int, metavar="E", help="width of a layer's inputs")
@@ -70,7 +70,7 @@ DECLARATIONS += ("mask_name", "mask_true", "causal_name", "causal_alignment")
     "--num-kv-heads",
     type=int,
     metavar="K",
-    help="key/value heads, to declare grouped heads as supported",
+    help="key/value heads; with it, grouped heads are declared as supported",
 )
 def run(options: Options) -> Result:
     """Run the checks, and print the matrix."""

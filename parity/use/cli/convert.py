@@ -84,7 +84,7 @@ def _without_drop(words: Sequence[str]) -> list[str]:
     "convert attention weights between layouts",
     about=(
         "Convert the attention layers of a checkpoint between layouts, tensor by tensor, and keep"
-        " or drop all other tensors. If the file is ambiguous, an error names the flag that "
+        " or drop all other tensors. If the file is ambiguous, an error names the option that "
         "decides. DST is written completely or not at all."
     ),
     example=(

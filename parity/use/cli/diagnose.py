@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.explain.diagnosis.weights.differences import WeightsComparison
+    from parity.port.conversion.layers import FileLayer
     from parity.use.running.report import Report
 
 INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two weight files"
@@ -39,8 +41,8 @@ INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two 
 @command(
     "name the wrong layer, the wrong stage and the bug",
     about=(
-        "Find out why an implementation differs from the reference. The result is the known bug, "
-        "or the two, that explain the difference."
+        "Find out why an implementation differs from the reference. The result names the known "
+        "bug that explains the difference, or two that do so together."
     ),
     example="mha-parity diagnose my_port:layer --model checkpoints/llama --layer 3",
     well="nothing differs by more than rounding",
@@ -98,8 +100,8 @@ INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two 
         type=size_list,
         metavar="48,1,1",
         help=(
-            "call it once for each chunk, with this many tokens; its cache parameter receives "
-            "the second value that the previous call returned"
+            "call it once for each chunk, with this many tokens; its parameter for a cache "
+            "receives the second value that the previous call returned"
         ),
     ),
     option(
@@ -190,7 +192,7 @@ def run(options: Options) -> Result:
     elif len(options.files) == 2:
         return _diagnose_weights(options, out)
     else:
-        raise refusal("INPUT", f"be {INPUTS}", inputs)
+        raise refusal("INPUT", f"be {INPUTS}", inputs, hint=_hint_for_folder(options.files))
     print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=options.verbose)
     write_page(options, report, maps)
     return 1 if diagnosis.is_wrong else 0, diagnosis
@@ -266,6 +268,18 @@ def _passed(values: Mapping[str, Any]) -> list[str]:
     return [flag for flag, value in values.items() if value is not None]
 
 
+def _hint_for_folder(paths: Sequence[str]) -> str:
+    """Return how to go on if the input is one folder; else an empty text."""
+    folder = Path(paths[0])
+    if len(paths) != 1 or not folder.is_dir():
+        return ""
+    traces = sorted(folder.rglob("*.safetensors"))
+    if traces and kinds_of([str(traces[0])]) == ["trace"]:
+        command = shlex.join(["mha-parity", "compare", str(folder)])
+        return f"`{command}` compares all traces of a folder, and diagnoses the first wrong ones"
+    return "with MODULE:FUNCTION, --model is the folder of its model"
+
+
 def _is_function(files: Sequence[str]) -> bool:
     """Return whether the input is `package.module:name`, and no file has this name."""
     return len(files) == 1 and ":" in files[0] and not Path(files[0]).exists()
@@ -278,7 +292,7 @@ def _diagnose_weights(options: Options, out: Console) -> Result:
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.explain.diagnosis.weights.diagnose import diagnose_weights
     from parity.explain.diagnosis.weights.differences import compare_weights
-    from parity.use.reporting.console import working
+    from parity.use.reporting.console import progress_bar, working
     from parity.use.reporting.diagnosis import print_weights
 
     if options.html is not None:
@@ -287,20 +301,25 @@ def _diagnose_weights(options: Options, out: Console) -> Result:
         raise refusal("--seconds", "be left out for weight files")
     diagnosis = Diagnosis()
     shown: WeightsComparison | None = None
+    differing: tuple[FileLayer, FileLayer] | None = None
     with pairs_of_layers(options) as pairs:
-        for one, other in pairs.layers:
-            layers = (*one.load(), *other.load())
-            weights = compare_weights(*layers)
-            if shown is None or not weights.same:
-                shown = weights
-            if not weights.same:
-                with working("searching for bugs"):
-                    diagnosis = diagnose_weights(*layers)
-                if len(pairs.layers) > 1:
-                    labels = f"{one.label} and {other.label}"
-                    text = f"{labels} are the first of {len(pairs.layers)} layers that differ"
-                    out.print(text, soft_wrap=True)
-                break
+        with progress_bar(len(pairs.layers)) as on_layer:
+            for one, other in pairs.layers:
+                on_layer(one.label)
+                weights = compare_weights(*one.load(), *other.load())
+                if shown is None or not weights.same:
+                    shown = weights
+                if not weights.same:
+                    differing = (one, other)
+                    break
+        if differing is not None:
+            one, other = differing
+            with working("searching for bugs"):
+                diagnosis = diagnose_weights(*one.load(), *other.load())
+            if len(pairs.layers) > 1:
+                labels = f"{one.label} and {other.label}"
+                text = f"{labels} are the first of {len(pairs.layers)} layers that differ"
+                out.print(text, soft_wrap=True)
     comparison = cast("WeightsComparison", shown)  # there is a layer
     print_weights(comparison, diagnosis, out, verbose=options.verbose)
     content = {
@@ -328,9 +347,10 @@ def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
     from parity.measure.core.compare import first_difference
     from parity.use.reporting.console import working
     from parity.use.reporting.diagnosis import print_divergence
-    from parity.use.running.traces import load_trace
+    from parity.use.running.traces import check_different, load_trace
 
     files = options.files
+    check_different(files)
     traces = [load_trace(path) for path in files]
     if len({trace.problem.digest for trace in traces}) > 1:
         raise refusal("traces", "be of one case and dtype", " ".join(files))

@@ -28,7 +28,7 @@ def run(options: Options) -> Result:
     from parity.measure.backends import BACKENDS, why_missing
     from parity.measure.backends.numerics import environment
     from parity.measure.core.packages import OPTIONAL, is_installed, version_of
-    from parity.use.reporting.console import console
+    from parity.use.reporting.console import console, working
     from parity.use.reporting.environment import print_environment
 
     check_names("--require", options.require, list(dict.fromkeys((*BACKENDS, *OPTIONAL))))
@@ -37,14 +37,15 @@ def run(options: Options) -> Result:
         reason = why_missing(name)
         if reason:
             missing[name] = reason
-    for name in BACKENDS:
-        if name in missing:
-            continue
-        try:
-            environment([name])
-        except Exception as error:  # reported like a backend that is not installed
-            missing[name] = f"{name} does not start: {type(error).__name__}: {error}"
-    report = environment(name for name in BACKENDS if name not in missing)
+    with working("starting the backends"):
+        for name in BACKENDS:
+            if name in missing:
+                continue
+            try:
+                environment([name])
+            except Exception as error:  # reported like a backend that is not installed
+                missing[name] = f"{name} does not start: {type(error).__name__}: {error}"
+        report = environment(name for name in BACKENDS if name not in missing)
     optional = {name: version_of(name) if is_installed(name) else None for name in OPTIONAL}
     reasons = {name: missing.get(name) for name in BACKENDS}
     print_environment(report, reasons, optional, console())

@@ -18,7 +18,7 @@ from parity.use.cli.messages import requires
         "the layouts that they fit. Or list the layouts, or the tensors of one with their axes."
     ),
     example="mha-parity inspect model.safetensors",
-    well="read, with or without attention in it",
+    well="the input was read, whether or not it has attention",
     forms=(
         ("FILE", "a file of tensors, or a folder of shards or of files of ranks"),
         ("LAYOUT", "a layout, such as flax.nnx, or the file of its table, such as own.toml"),
@@ -95,12 +95,13 @@ def _inspect_file(options: Options) -> Result:
     from parity.port.conversion.checkpoint import Checkpoint
     from parity.port.conversion.inspect import find_layers
     from parity.port.conversion.layouts.propose import propose_table
-    from parity.use.reporting.console import console
+    from parity.use.reporting.console import console, working
     from parity.use.reporting.conversion import print_inspection
 
     with Checkpoint.open(options.file) as checkpoint:
         file = checkpoint.file
-        layers = find_layers(checkpoint, **layer_options(options))
+        with working("finding the layers of the file"):
+            layers = find_layers(checkpoint, **layer_options(options))
         # NumPy computes the name of a dtype in Python: once for each, not for each of many tensors.
         dtypes = {info.dtype for info in file.infos.values()}
         names_of_dtypes = {dtype: dtype.name for dtype in dtypes}
@@ -111,7 +112,8 @@ def _inspect_file(options: Options) -> Result:
             tensors[name]["quantised"] = kind
         proposal = ""
         if not layers:
-            proposal = propose_table(checkpoint.tensors.shapes)
+            with working("proposing a layout"):
+                proposal = propose_table(checkpoint.tensors.shapes)
         print_inspection(options.file, file, layers, console(), proposal)
         content = {
             "file_format": file.format,

@@ -49,7 +49,7 @@ def weight_options(what: str = "", *, many: bool = False) -> Decorator:
             "--rope-theta",
             type=float,
             metavar="THETA",
-            help="base of RoPE's frequencies, if any",
+            help="base of RoPE's frequencies, for layers with RoPE",
         ),
     ]
     if not what:
@@ -66,7 +66,10 @@ def table_option() -> Decorator:
         "layout_files",
         multiple=True,
         metavar="FILE.toml",
-        help="a table of an unlisted layout; its file may be used wherever a layout is named",
+        help=(
+            "a table of a further layout; options that name a layout also accept the file of its "
+            "table"
+        ),
     )
 
 

@@ -27,8 +27,16 @@ from click.shell_completion import shell_complete
 from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.use.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.use.cli.command import Command, OneOf, help_option_of
-from parity.use.cli.messages import is_writable, print_out, say, say_error, warn
-from parity.use.cli.project import defaults_of_project
+from parity.use.cli.messages import (
+    is_writable,
+    print_out,
+    print_traceback,
+    refusal,
+    say,
+    say_error,
+    warn,
+)
+from parity.use.cli.project import ProjectOptions
 from parity.use.cli.running import run_command
 from parity.use.cli.usage import words_of_usage_error
 
@@ -106,45 +114,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    project = ProjectOptions()
     with _SignalHandlers(for_good=arguments is None) as signals:
         try:
             with _warnings_in_a_line():
-                status = _run(words)
+                status = _run(words, project)
             # The command may have ended between an import and the next look at it.
             signals.raise_deferred()
             _check_output()
             return status
         except (Exception, KeyboardInterrupt) as error:
             if _is_verbose(words) and not isinstance(error, click.ClickException):
-                traceback.print_exc()
+                print_traceback()
             # An import that a signal interrupts may fail in any way.
             if signals.received is not None:
                 return _say_interrupted(signals.received)
             if isinstance(error, KeyboardInterrupt):
                 return _say_interrupted(signal.SIGINT)
             if isinstance(error, click.ClickException):
-                return say_error(words_of_usage_error(error, words), 2)
+                return say_error(project.named_in(words_of_usage_error(error, words)), 2)
             if isinstance(error, EXPECTED):
-                return say_error(_words_of(error), 2)
+                return say_error(project.named_in(_words_of(error)), 2)
             return say_error(_report_of_bug(error, words), 70)
         finally:
             for stream in (sys.stdout, sys.stderr):
                 is_writable(stream)
 
 
-def _run(words: list[str]) -> int:
-    """Run a command line, or complete the one of a shell, and return the exit status."""
+def _run(words: list[str], project: ProjectOptions) -> int:
+    """Run a command line, or complete the one of a shell, and return the exit status.
+
+    Args:
+        words: the command line.
+        project: what the project sets, which is read here.
+    """
     instruction = os.environ.get(COMPLETE)
     if instruction:
-        return shell_complete(PROGRAM, {}, PROGRAM.name or "", COMPLETE, instruction)
+        return _complete(instruction)
     if not words:
         words = ["--help"]
     elif words[0] == "help":
-        words = [*words[1:2], "--help"]
+        if len(words) > 2:
+            raise click.UsageError(f"help describes one command, got {' '.join(words[1:])}")
+        words = [*words[1:], "--help"]
     try:
         is_help = not {"-h", "--help"}.isdisjoint(words)
         # The help does not depend on a project, whose file may be wrong.
-        defaults = {} if is_help else defaults_of_project(PROGRAM, words[0])
+        if not is_help:
+            project.read(PROGRAM, words)
+        defaults = {words[0]: project.values}
         with PROGRAM.make_context(
             PROGRAM.name, list(words), obj=words, default_map=defaults
         ) as context:
@@ -156,6 +174,20 @@ def _run(words: list[str]) -> int:
         return done.exit_code
     except BrokenPipeError:
         return 0  # the reader of the help needs no more
+
+
+def _complete(instruction: str) -> int:
+    """Print completions of a shell's command line, and return the exit status."""
+    try:
+        status = shell_complete(PROGRAM, {}, PROGRAM.name or "", COMPLETE, instruction)
+    except (KeyError, ValueError):
+        raise refusal(
+            COMPLETE, "be set by a shell, with COMP_WORDS and COMP_CWORD", instruction
+        ) from None
+    if status != 0:
+        instructions = [f"{shell}_{what}" for shell in SHELLS for what in ("source", "complete")]
+        raise refusal(COMPLETE, f"be one of {', '.join(instructions)}", instruction)
+    return status
 
 
 def _is_verbose(words: Sequence[str]) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from parity.measure.text import and_listed, did_you_mean, in_line
+from parity.measure.text import and_listed, did_you_mean, in_line, printable
 
 if TYPE_CHECKING:
     from mha_spec import InputError
@@ -35,12 +36,23 @@ def warn(text: object) -> None:
     _print(f"mha-parity: warning: {text}")
 
 
+def print_traceback() -> None:
+    """Print the traceback of the current exception on standard error."""
+    # Its message may have lines of a file.
+    _print_error(printable(traceback.format_exc().rstrip("\n")))
+
+
 def _print(text: str) -> None:
-    """Print a line on standard error if possible: the exit status must not depend on it."""
+    """Print a line on standard error."""
+    _print_error(in_line(text, MAX_LINE))
+
+
+def _print_error(text: str) -> None:
+    """Print text on standard error if possible: the exit status must not depend on it."""
     if sys.stderr is None:  # it is closed, and print would write to standard output
         return
     with suppress(OSError, ValueError):
-        print(in_line(text, MAX_LINE), file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def print_out(text: str, stream: TextIO | None = None) -> None:

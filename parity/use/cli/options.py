@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Collection, Sequence
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import click
 from parity.measure.backends import BACKENDS
 from parity.measure.text import did_you_mean, some_of
 from parity.use.cli.command import OneOf, Options, option, together
-from parity.use.cli.messages import names_like, refusal
+from parity.use.cli.messages import add_hint, names_like, refusal
 
 if TYPE_CHECKING:
     from mha_spec import InputError
@@ -25,7 +26,7 @@ HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 ARGUMENTS = (
     *("prefix", "to_prefix", "drop", "fill_bias", "ranks", "against", "layers", *HEADS),
-    *("case", "heads", "sequence", "framework", "params", "axes", "d_model"),
+    *("case", "heads", "sequence", "framework", "params", "axes", "d_model", "device"),
     *("mask_name", "mask_true", "padding_true", "causal_name"),
 )
 """Arguments of the functions behind the commands that are options of the same names."""
@@ -42,6 +43,10 @@ LAYOUT_OPTIONS = ("layout_files", "layout", "layouts", "to", "weight_names")
 """Options and positional arguments that name layouts, or files with their tables."""
 
 SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+MOST_NUMBERS = 100_000
+"""Most layers or heads of an option. It is a choice: more than any model has, and few bytes."""
 
 
 def flag_of(name: str) -> str:
@@ -75,7 +80,28 @@ def in_flags(refused: InputError, options: Options) -> InputError:
             return name, value
         return flags.get(name, name), value
 
-    return refused.renamed(rename)
+    about_flags = refused.renamed(rename)
+    command = _command_with(about_flags, options)
+    if command:
+        add_hint(about_flags, f"try `{command}`")
+    return about_flags
+
+
+def _command_with(refused: InputError, options: Options) -> str:
+    """Return the command line with the only layout that fits, if the layout is missing; else an
+    empty text.
+    """
+    alternatives = refused.remedy
+    if refused.argument != "--from" or isinstance(alternatives, Mapping) or len(alternatives) != 1:
+        return ""
+    (remedy,) = alternatives
+    words = ["mha-parity", *options.words]
+    for flag, value in remedy.items():
+        # Another value of an option that was passed would be added to it.
+        if not flag.startswith("--") or flag in words:
+            return ""
+        words += [flag, str(value)]
+    return shlex.join(words)
 
 
 def register_tables(options: Options) -> None:
@@ -150,7 +176,7 @@ def cases_option() -> Decorator:
         "--cases",
         type=name_list,
         metavar="CASES",
-        help="names and patterns, such as 'rope*,causal', or all; default: every feature once",
+        help="names and patterns, such as 'rope*,causal', or all; default: each feature once",
     )
 
 
@@ -252,7 +278,10 @@ def range_list(text: str) -> list[int]:
             first, dash, last = word.partition("-")
             if not dash:
                 last = first
-            numbers += range(int(first), int(last) + 1)
+            more = range(int(first), int(last) + 1)
+            if len(numbers) + len(more) > MOST_NUMBERS:
+                raise click.BadParameter(f"must be at most {MOST_NUMBERS} numbers, got {text}")
+            numbers += more
         if numbers:
             return numbers
     raise click.BadParameter(f"must be numbers and ranges, such as 0,5-7, got {text}")

@@ -29,20 +29,28 @@ from parity.use.cli.paths import kind_of
 @option(
     "--key-input", metavar="NPY", help="with --input: sequence to attend to, for cross-attention"
 )
-@causal_option("with --input: tokens do not attend to later ones; default: --no-causal")
-@option("--labels", metavar="A,B", help="labels of the keys, and of the queries")
+@causal_option("with --input: tokens attend to no later token; default: --no-causal")
+@option(
+    "--labels",
+    metavar="A,B",
+    help="labels of the keys, and of the queries unless --query-labels has those",
+)
 @option("--labels-file", metavar="FILE", help="file with one label per line")
 @option("--query-labels", metavar="A,B", help="labels of the queries, if they differ")
 @option("--heads", type=range_list, metavar="0,5-7", help="heads to draw; default: all")
 @option(
     "--sequence", type=int, default=0, metavar="B", help="sequence of the batch to draw; default: 0"
 )
-@option("--stage", help="stage of a trace, such as step0.attn_weights; default: the last one")
+@option(
+    "--stage",
+    metavar="STAGE",
+    help="stage of a trace, such as step0.attn_weights; default: the last one",
+)
 @from_option()
 @weight_options("the layer")
 def run(options: Options) -> Result:
     """Draw, and print a summary."""
-    from parity.use.reporting.console import console
+    from parity.use.reporting.console import console, working
     from parity.use.reporting.plot import check_destination, plot_attention
 
     check_exclusive(options, "--input", "--case")
@@ -50,19 +58,21 @@ def run(options: Options) -> Result:
     check_destination(options.target, "DST")
     labels = _labels(options)
     query_labels = None if options.query_labels is None else options.query_labels.split(",")
-    stage, attn_weights = _attention(options)
+    with working("computing attention weights"):
+        stage, attn_weights = _attention(options)
     heads = options.heads
     if heads is None:
         heads = list(range(attn_weights.shape[1]))
-    plot_attention(
-        attn_weights,
-        path=options.target,
-        tokens=labels,
-        query_tokens=query_labels,
-        heads=options.heads,
-        sequence=options.sequence,
-        title=f"{Path(options.source).name}\n{stage}, sequence {options.sequence}",
-    )
+    with working("drawing"):
+        plot_attention(
+            attn_weights,
+            path=options.target,
+            tokens=labels,
+            query_tokens=query_labels,
+            heads=options.heads,
+            sequence=options.sequence,
+            title=f"{Path(options.source).name}\n{stage}, sequence {options.sequence}",
+        )
     noun = "head" if len(heads) == 1 else "heads"
     drawn = f"{noun} {', '.join(map(str, heads))}"
     summary = f"{stage}, sequence {options.sequence}, {drawn}; wrote {options.target}"

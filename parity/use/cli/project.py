@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +20,83 @@ PROJECT = "mha-parity"
 TABLE = f"tool.{PROJECT}"
 
 
-def defaults_of_project(program: click.Group, command: str) -> dict[str, dict[str, Any]]:
-    """Return values for the options of a command from the nearest pyproject.toml, in the form of
-    click's `default_map`; empty without a table.
+@dataclass
+class ProjectOptions:
+    """Values for the options of a command from the nearest pyproject.toml.
 
-    The table has options of all commands by their names, and a table with the name of a command
-    the options of this command alone. A command ignores options of others.
-
-    Raises:
-        ValueError: if the file is not TOML, a name is not an option, or a value has a different
-            type than its option.
+    Attributes:
+        path: the file; empty if there is none with a table.
+        values: the values by the names of their parameters.
+        keys: the key of each value, with its table, by the option as it is typed.
     """
-    path = _nearest_file()
-    if path is None:
-        return {}
-    table = _table_in(path)
-    if not table:
-        return {}
-    options_by_command: dict[str, dict[str, click.Option]] = {}
-    context = click.Context(program)
-    for name in program.list_commands(context):
-        options_by_command[name] = _options_of(program.get_command(context, name))
-    _check_names(table, options_by_command, str(path))
-    own = options_by_command.get(command, {})
-    values = {**table, **table.get(command, {})}
-    defaults: dict[str, Any] = {}
-    for name, option in own.items():
-        if name in values:
-            where = f"{path}: [{TABLE}] {name}"
-            defaults[str(option.name)] = _as_typed(values[name], option, where)
-    return {command: defaults}
+
+    path: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def read(self, program: click.Group, words: Sequence[str]) -> None:
+        """Read the values for a command line, whose own options come first.
+
+        The table has options of all commands by their names, and a table with the name of a command
+        the options of this command alone. A command ignores options of others.
+
+        Raises:
+            ValueError: if the file is not TOML, a name is not an option, or a value has a different
+                type than its option.
+        """
+        path = _nearest_file()
+        if path is None:
+            return
+        table = _table_in(path)
+        if not table:
+            return
+        options_by_command: dict[str, dict[str, click.Option]] = {}
+        context = click.Context(program)
+        for name in program.list_commands(context):
+            options_by_command[name] = _options_of(program.get_command(context, name))
+        _check_names(table, options_by_command, str(path))
+        command, *own_words = words
+        table_of_command = table.get(command, {})
+        keys: dict[str, str] = {}
+        for name, option in options_by_command.get(command, {}).items():
+            if name in table_of_command:
+                key, value = f"[{TABLE}.{command}] {name}", table_of_command[name]
+            elif name in table:
+                key, value = f"[{TABLE}] {name}", table[name]
+            else:
+                continue
+            self.values[str(option.name)] = _as_typed(value, option, f"{path}: {key}")
+            if not _is_typed(option, own_words):
+                keys[name_of(option)] = key
+        self.path, self.keys = str(path), keys
+
+    def named_in(self, text: str) -> str:
+        """Return the text of an error with the keys of the file instead of the options that it
+        sets.
+        """
+        is_named = False
+        for flag, key in self.keys.items():
+            pattern = rf"(?<![\w-]){re.escape(flag)}(?![\w-])"
+            if re.search(pattern, text) is None:
+                continue
+            is_named = True
+            _, _, name = key.partition(" ")
+            # Its table once is enough.
+            before, after = re.split(pattern, text, maxsplit=1)
+            text = f"{before}{key}{re.sub(pattern, name, after)}"
+        return f"{self.path}: {text}" if is_named else text
+
+
+def _is_typed(option: click.Option, words: Sequence[str]) -> bool:
+    """Return whether the words of a command line have an option."""
+    flags = {*option.opts, *option.secondary_opts}
+    for word in words:
+        flag, _, _ = word.partition("=")
+        if word.startswith("-") and not word.startswith("--"):
+            flag = word[:2]  # a value may follow without a space
+        if flag in flags:
+            return True
+    return False
 
 
 def _check_names(

@@ -30,7 +30,7 @@ def diagnose_division(options: Options) -> Result:
     """Print which ranks are wrong, and which bug of dividing explains all of them."""
     from parity.explain.diagnosis.ranks import diagnose_ranks
     from parity.measure.core.weights import load_tensors
-    from parity.use.reporting.console import console
+    from parity.use.reporting.console import console, working
     from parity.use.reporting.diagnosis import print_diagnosis
 
     division = _division(options.mesh)
@@ -53,7 +53,8 @@ def diagnose_division(options: Options) -> Result:
     else:
         problem = _problem_of_layer(options, arrays)
     observed = [_without_inputs(arrays_of_rank) for arrays_of_rank in arrays.values()]
-    diagnosis = diagnose_ranks(observed, problem, **division)
+    with working("searching for bugs"):
+        diagnosis = diagnose_ranks(observed, problem, **division)
     print_diagnosis(diagnosis, console(), is_right=not diagnosis.is_wrong, verbose=options.verbose)
     return 1 if diagnosis.is_wrong else 0, diagnosis
 
@@ -178,6 +179,7 @@ def _whole_input(name: str, arrays: Mapping[str, Arrays], mesh: str) -> np.ndarr
 def _check_names(options: Options, arrays: Mapping[str, Arrays], inputs: Sequence[str]) -> None:
     """Reject a file that has other arrays than stages, or no stage."""
     from parity.explain.diagnosis.ranks import JUDGED
+    from parity.measure.core.stages import did_you_mean_stage
 
     stages: list[str] = [*JUDGED]
     if options.mesh.startswith("sequence"):
@@ -187,9 +189,11 @@ def _check_names(options: Options, arrays: Mapping[str, Arrays], inputs: Sequenc
         unknown = names - {*stages, *inputs}
         if not unknown and names & {*stages}:
             continue
-        allowed = ", ".join([*stages, *inputs])
-        got = ", ".join(sorted(unknown or names)) or "none"
-        raise refusal(path, f"have stages, out of {allowed}", got)
+        allowed = [*stages, *inputs]
+        got = sorted(unknown or names)
+        hint = did_you_mean_stage(got[0], allowed) if unknown else ""
+        rule = f"have stages, out of {', '.join(allowed)}"
+        raise refusal(path, rule, ", ".join(got) or "none", hint=hint)
 
 
 def _dtype_of(arrays: Mapping[str, Arrays]) -> str:

@@ -15,7 +15,7 @@ def skip_option() -> Decorator:
     return option(
         "--allow-skipped",
         is_flag=True,
-        help="exit with 0 even if something was not compared, if anything was",
+        help="exit with 0 even if not everything was compared, as long as something was",
     )
 
 

@@ -59,7 +59,7 @@ MOST_RANDOM = 10_000
 @group(
     "what to run",
     cases_option(),
-    option("--list", "is_list", is_flag=True, help="list the cases (all by default) and run none"),
+    option("--list", "is_list", is_flag=True, help="list the cases (default: all), and run none"),
     option(
         "--random",
         type=int,
@@ -87,7 +87,7 @@ MOST_RANDOM = 10_000
         "--against",
         type=OneOf(("transformers",)),
         help=(
-            "with --model: also check transformers' own modules; observe a model of an unknown "
+            "with --model: also check transformers' own modules, and observe a model of an unknown "
             "family"
         ),
     ),
@@ -96,8 +96,8 @@ MOST_RANDOM = 10_000
         type=int,
         metavar="N",
         help=(
-            "tokens of --model or --weights; default: 9, and as many as its windows need in a "
-            "further case"
+            "tokens for --model or --weights; default: 9, and in a further case as many as its "
+            "windows need"
         ),
     ),
 )
@@ -115,7 +115,8 @@ MOST_RANDOM = 10_000
     option(
         "--device",
         default="cpu",
-        help="device of torch, cpu or cuda; JAX uses its default device",
+        metavar="DEVICE",
+        help="device of torch, such as cpu, cuda or cuda:1; JAX uses its default device",
     ),
     option(
         "--python",

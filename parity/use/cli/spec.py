@@ -64,14 +64,19 @@ def _observe_model(options: Options) -> Result:
     """Print the specification of each layer of a live model, or why there is none."""
     from parity.explain.conformance.discover import load_callable
     from parity.explain.identification.layers import layers_of
-    from parity.measure.core.user_code import user_code
+    from parity.measure.core.user_code import place_of, user_code
     from parity.use.reporting.console import console, working
 
     if options.part is not None:
         raise requires("--part", "PATH")
     function = load_callable(options.live)
-    with user_code(options.live):
-        result = function()
+    try:
+        with user_code(options.live):
+            result = function()
+    except Exception as error:  # a user's function may raise anything
+        raised = f"{type(error).__name__}: {error}, {place_of(error)}"
+        rule = "be a function without arguments that returns a model and its inputs by name"
+        raise refusal("--live", rule, raised) from error
     values = result if isinstance(result, tuple) else (result,)
     if len(values) != 2 or not isinstance(values[1], Mapping):
         got = ", ".join(type(value).__name__ for value in values)

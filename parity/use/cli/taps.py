@@ -79,7 +79,7 @@ def _compare_two(paths: Sequence[str], *, with_table: bool) -> TapDifference:
     """Compare two recordings, and print how they differ."""
     from parity.explain.diagnosis.tap_pairs import compare_taps
     from parity.port.tapping.record import load_tap
-    from parity.use.reporting.console import console
+    from parity.use.reporting.console import console, working
     from parity.use.reporting.taps import print_difference
 
     if len(paths) < 2:
@@ -87,6 +87,7 @@ def _compare_two(paths: Sequence[str], *, with_table: bool) -> TapDifference:
             "--model", f"be the folder of the model of {paths[0]}, unless there are two recordings"
         )
     first, second = paths
-    difference = compare_taps(load_tap(first), load_tap(second))
+    with working("comparing the recordings"):
+        difference = compare_taps(load_tap(first), load_tap(second))
     print_difference(difference, console(), with_table=with_table)
     return difference

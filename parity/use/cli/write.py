@@ -9,6 +9,7 @@ import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parity.measure.text import printable
 from parity.use.cli.command import OneOf, Options, Result, argument, command, option
 from parity.use.cli.layers import layer_options, weight_options
 from parity.use.cli.messages import contradiction, print_out, refusal, requires
@@ -84,6 +85,7 @@ def run(options: Options) -> Result:
     from parity.measure.files.target import errors_name, write_files
     from parity.port.conversion.checkpoint import Checkpoint
     from parity.port.conversion.hints import CALLER, LayerHints
+    from parity.use.reporting.console import working
     from parity.use.running.models import chosen_layers
 
     _check_module(options)
@@ -94,7 +96,8 @@ def run(options: Options) -> Result:
     _check_free(paths, force=options.force)
     with Checkpoint.open(options.source) as checkpoint:
         hints = LayerHints.by(CALLER, **layer_options(options))
-        layers = checkpoint.layers(hints, options.layout, options.prefix)
+        with working("finding the layers of the file"):
+            layers = checkpoint.layers(hints, options.layout, options.prefix)
         layers.warn_if_incomplete()
         chosen = layers.in_order[:1]
         if options.layer is not None:
@@ -108,14 +111,16 @@ def run(options: Options) -> Result:
                 remedy=remedy,
                 hint="selects one",
             )
-        contents = _contents(chosen[0], options)
+        with working("writing the code"):
+            contents = _contents(chosen[0], options)
     content = {"layer": chosen[0].label, "source": contents[0].decode(), "files": []}
     if options.output is None:
         with errors_name("standard output"):
             print_out(content["source"])
         return 0, content
     write_files(dict(zip(paths, contents, strict=True)), overwrite=options.force)
-    print_out(f"written: {', '.join(map(str, paths))}\n")
+    names = ", ".join(map(str, paths))
+    print_out(f"wrote {printable(names, keep='')}\n")
     return 0, {**content, "files": [str(path) for path in paths]}
 
 

@@ -78,8 +78,7 @@ class _Console(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
-            is_safe = segment.control or segment.text == "\n" or segment.text.isprintable()
-            if is_safe:
+            if segment.control:
                 yield segment
             else:
                 yield segment._replace(text=printable(segment.text))

@@ -16,7 +16,7 @@ from parity.use.reporting.grouping import grouped
 
 STYLES = {
     Status.NOTICED: "green",
-    Status.REFUSED: "green",
+    Status.REJECTED: "green",
     Status.SURVIVED: "bold red",
     Status.UNCHANGED: "yellow",
     Status.NOT_REACHED: "yellow",
@@ -71,7 +71,7 @@ def _noticed_by(outcome: Outcome) -> str:
     """Return the last cell of a row: the test that noticed a bug, or why none did."""
     if outcome.status is Status.NOTICED:
         return outcome.by
-    if outcome.status is Status.REFUSED:
+    if outcome.status is Status.REJECTED:
         return f"the callable itself: {outcome.by}"
     status = outcome.status.value
     if outcome.status is Status.SURVIVED:

@@ -120,7 +120,9 @@ def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] =
     """
     traces = []
     first_folders: dict[tuple[str, str, str], str] = {}
-    for path in _trace_files(folders):
+    files = list(_trace_files(folders))
+    check_different(files)
+    for path in files:
         trace = load_trace(path)
         key = (trace.problem.case.name, trace.problem.dtype, trace.backend)
         first_folder = first_folders.setdefault(key, trace.folder)
@@ -128,6 +130,20 @@ def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] =
             trace = replace(trace, is_named_by_folder=True)
         traces.append(trace)
     return traces
+
+
+def check_different(files: Iterable[str | os.PathLike[str]]) -> None:
+    """Reject a trace that is passed twice: it would count twice, and agree with itself.
+
+    Raises:
+        ValueError: if two paths are of one file.
+    """
+    known: set[str] = set()
+    for path in files:
+        real_path = os.path.realpath(path)
+        if real_path in known:
+            raise InputError("traces", "be different files", f"{os.fspath(path)} twice")
+        known.add(real_path)
 
 
 def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:

@@ -29,9 +29,9 @@ from parity.measure.core.compare import (
 from parity.measure.core.compare import unit_of_rounding as unit
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import ARITHMETICS
-from parity.measure.core.stages import STAGES, stage_named
+from parity.measure.core.stages import STAGES, did_you_mean_stage, stage_named
 from parity.measure.core.trace import Reference, with_absent_gradients
-from parity.measure.text import did_you_mean, some_of
+from parity.measure.text import some_of
 
 if TYPE_CHECKING:
     from parity.explain.diagnosis.diagnose import Diagnosis
@@ -65,25 +65,6 @@ NEXT = (
     "problem=parity.make_problem(case, dtype) instead of expected"
 )
 """The next step if arrays differ from expected ones."""
-
-ALIASES = {
-    "queries": "q",
-    "query": "q",
-    "keys": "k",
-    "key": "k",
-    "values": "v",
-    "value": "v",
-    "logits": "scores",
-    "attn": "attn_weights",
-    "attention": "attn_weights",
-    "attention_weights": "attn_weights",
-    "probs": "attn_weights",
-    "weights": "attn_weights",
-    "out": "output",
-    "o": "output",
-    "attn_output": "output",
-}
-"""Names that other libraries use for stages."""
 
 LARGEST_INTEGER = 2**53
 """Integers are compared in float64, which represents them exactly up to this one."""
@@ -241,10 +222,7 @@ def _check_stages(actual: Any, stage: str) -> None:
         if _is_known(name):
             continue
         known_names = [known for known in STAGES if "." not in known]
-        if name.lower() in ALIASES:
-            hint = f"did you mean {ALIASES[name.lower()]}?"
-        else:
-            hint = did_you_mean(name, STAGES)
+        hint = did_you_mean_stage(name, STAGES)
         raise InputError(
             "each stage", f"be one of {', '.join(known_names)}, …", repr(name), hint=hint
         )

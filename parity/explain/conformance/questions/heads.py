@@ -231,7 +231,7 @@ def grouped(exam: Examination, question: Question) -> Answer:
 
     about = f"{NUM_HEADS} query heads, {NUM_KV_HEADS} key/value heads"
     answer = exam.answer(question, ask, exam.plain_paths, about)
-    if answer.kind is Kind.REFUSED and subject.num_kv_heads is not None:
+    if answer.kind is Kind.REJECTED and subject.num_kv_heads is not None:
         refusal = answer.findings[exam.base]
         words = f"declared: {subject.num_kv_heads}, rejected"
         finding = PathAnswer(words, Kind.BROKEN, refusal.with_reason, refusal.exception)

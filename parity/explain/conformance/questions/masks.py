@@ -208,7 +208,7 @@ def causal(exam: Examination, question: Question) -> Answer:
 
     about = f"{describe_shapes(inputs)}, is_causal=True"
     answer = exam.answer(question, ask, exam.plain_paths, about)
-    if answer.kind is Kind.REFUSED:
+    if answer.kind is Kind.REJECTED:
         return replace(answer, words="rejected without a mask")
     return answer
 

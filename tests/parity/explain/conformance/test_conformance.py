@@ -723,7 +723,7 @@ def test_intended_errors_mean_no_support(error, is_refusal):
     expected = ("absent", "rejected") if is_refusal else ("broken", type(error).__name__)
     assert (answer.status, answer.words) == expected
     assert (f"{type(error).__name__}: no" in str(answer.refusal)) == is_refusal
-    assert answer.kind is (Kind.REFUSED if is_refusal else Kind.BROKEN)
+    assert answer.kind is (Kind.REJECTED if is_refusal else Kind.BROKEN)
     assert answer.exception is error
 
 
@@ -1030,9 +1030,15 @@ def test_false_declaration_exits_with_1(capsys):
         ([], refuses("PKG.MODULE:CALLABLE or --libraries")),
         (["own_attention:attention", "--libraries"], refuses("PKG.MODULE:CALLABLE or --libraries")),
         (["own_attention"], refuses("the subject", "'own_attention'")),
-        (["no_such_module:attention"], refuses("no_such_module", "ModuleNotFoundError")),
-        (["own_broken:attention"], refuses("own_broken", "ZeroDivisionError")),
-        (["own_attention:nothing"], refuses("own_attention:nothing", "'nothing'")),
+        (
+            ["no_such_module:attention"],
+            Misuse("cannot import 'no_such_module': No module named 'no_such_module'"),
+        ),
+        (
+            ["own_broken:attention"],
+            Misuse("cannot import 'own_broken': ZeroDivisionError: division by zero"),
+        ),
+        (["own_attention:nothing"], Misuse("module 'own_attention' has no 'nothing'")),
         (["own_attention:number"], refuses("the subject", "int for 'own_attention:number'")),
         (["own_attention:Wide"], refuses("a class", "own_attention:Wide(width)")),
         (["own_attention:attention", "--mask-name", "masque"], refuses("mask", mask="masque")),

@@ -81,6 +81,21 @@ def test_no_bug_in_other_dtypes(case, dtype):
     assert diagnose(record("torch", expected).accumulated, expected.problem).kind == "none"
 
 
+def test_json_says_whether_output_agrees():
+    """JSON has whether the output agrees, whatever else is wrong; null if it was not compared."""
+    problem = make_problem(CASES["causal"], "float32")
+    observed = observed_in(problem)
+    wrong = {**observed, "output": 2 * observed["output"]}
+    without_output = {name: x for name, x in observed.items() if name != "output"}
+    gradient = {"grad.query": np.zeros_like(problem.inputs["query"])}
+    expected = {False: wrong, None: without_output, True: observed}
+    for agrees, stages in expected.items():
+        assert diagnose(stages, problem).to_dict()["output_agrees"] is agrees
+    wrong_gradient = diagnose({"output": observed["output"], **gradient}, problem)
+    assert wrong_gradient.is_wrong
+    assert wrong_gradient.output_agrees
+
+
 # ---- One bug -------------------------------------------------------------------------------------
 
 UNTRAINED = [case for case in SELFTEST_CASES if case.trained is None]
@@ -855,8 +870,12 @@ def test_torch_tensors_are_accepted():
 
 def test_unknown_stage_names_raise():
     """Observed stages without a known name raise an error."""
-    with refuses("observed", "['logits']"):
+    with refuses("observed", "['logits']", hint="did you mean scores?"):
         diagnose({"logits": np.ones(3)}, make_problem(CASES["full"], "float32"))
+    with refuses("observed", "['oputput', 'queries']", hint="queries: did you mean q?"):
+        diagnose(dict.fromkeys(("queries", "oputput"), np.ones(3)), make_problem("full", "float32"))
+    with refuses("observed", "['step1.keys']", hint="did you mean step1.k?"):
+        diagnose({"step1.keys": np.ones(3)}, make_problem("decode", "float32"))
 
 
 # ---- Weights, functions, runs --------------------------------------------------------------------
@@ -939,6 +958,26 @@ def transposed(x):
 
 def misnamed(x):
     return {"logits": x}
+
+
+def unknown(x):
+    return {"first": x}
+
+
+def on_meta(x):
+    return x.to("meta")
+
+
+def coo(x):
+    return x.to_sparse()
+
+
+async def a_coroutine(x):
+    return x
+
+
+def of_coroutine(x):
+    return a_coroutine(x)
 
 
 def a_list(x):
@@ -1051,12 +1090,39 @@ def test_weight_files_have_no_page(folder, capsys):
                 "a_port:right requires --model or --weights, with the weights of the right layer"
             ),
         ),
-        (["a_port:none", "--weights", "layer.safetensors"], refuses("a_port:none", "'none'")),
+        (
+            ["a_port:none", "--weights", "layer.safetensors"],
+            Misuse("module 'a_port' has no 'none'"),
+        ),
         (
             ["no_such:right", "--weights", "layer.safetensors"],
-            refuses("no_such", "ModuleNotFoundError"),
+            Misuse("cannot import 'no_such': No module named 'no_such'"),
         ),
-        (["a_port:misnamed", "--weights", "layer.safetensors"], refuses("stages", "['logits']")),
+        (
+            ["a_port:misnamed", "--weights", "layer.safetensors"],
+            refuses("the function's result", "['logits']", hint="did you mean scores?"),
+        ),
+        (
+            ["a_port:unknown", "--weights", "layer.safetensors"],
+            refuses("the function's result", "['first']", hint="its stages are mask, q, k, v, "),
+        ),
+        (
+            ["a_port:on_meta", "--weights", "layer.safetensors"],
+            refuses("the function's result['output']", "on the meta device"),
+        ),
+        (
+            ["a_port:coo", "--weights", "layer.safetensors"],
+            refuses("the function's result['output']", "torch.sparse_coo"),
+        ),
+        (
+            ["a_port:a_coroutine", "--weights", "layer.safetensors"],
+            refuses("the subject", "an async function for 'a_port:a_coroutine'"),
+        ),
+        (
+            ["a_port:of_coroutine", "--weights", "layer.safetensors"],
+            refuses("the function", "a coroutine of an async function"),
+        ),
+        (["."], refuses("INPUT", ".", hint="--model is the folder of its model")),
         (
             ["a_port:a_list", "--weights", "layer.safetensors"],
             refuses("the function", "output: list"),

@@ -212,7 +212,7 @@ def test_call_argument_is_reported(name):
         assert f"from its call: {part}=given" in str(layer)
 
 
-REFUSED: dict[str, tuple[Any, Any]] = {
+REJECTED: dict[str, tuple[Any, Any]] = {
     "loop-over-segments": (in_a_loop, ENDS),
     "loop-over-one-segment": (in_a_loop, ONE),
     "mask-of-a-prefix": (plus, numbers_of(LATER & ((PLACES[:, None] > 4) | (PLACES > 4)))),
@@ -262,10 +262,10 @@ def test_unchangeable_argument_is_unknown():
     assert layer.from_call == {"unknown": "given"}
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_undescribed_argument_is_rejected(name):
     """A layer whose use of an argument no report can describe has no spec, and a reason."""
-    attend, given = REFUSED[name]
+    attend, given = REJECTED[name]
     x = torch.randn(2, TOKENS, E, generator=torch.Generator().manual_seed(1))
     (layer,) = identify(Caller(attend, given).eval(), {"x": x})
     assert layer.spec is None, str(layer)

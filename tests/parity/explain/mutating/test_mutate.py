@@ -722,7 +722,7 @@ def test_allowed_bugs_are_recorded(injecting):
     [
         (1, ["reached", "changed", "failed"], Status.NOTICED),
         (1, ["reached", "failed"], Status.UNCHANGED),
-        (1, ["reached", "raised", "failed"], Status.REFUSED),
+        (1, ["reached", "raised", "failed"], Status.REJECTED),
         (1, ["failed"], Status.NOT_REACHED),
         (1, ["reached", "uncompared", "failed"], Status.NOTICED),
         (0, ["reached", "changed"], Status.SURVIVED),
@@ -873,7 +873,7 @@ def test_impossible_bugs_are_not_test_gaps(project, capsys):
     assert status == 0
     assert {name: (each["status"], each["by"].split(":")[0]) for name, each in found.items()} == {
         "q_proj-transposed": ("noticed", "exit status 1"),
-        "batch-as-tokens": ("refused", "RuntimeError"),
+        "batch-as-tokens": ("rejected", "RuntimeError"),
     }
     assert (
         "not injected, no out_proj is known among its weights: out_proj-transposed, "

@@ -1025,7 +1025,7 @@ def test_proportional_rope_keeps_whole_head():
 # ---- Rejected configurations ---------------------------------------------------------------------
 
 MPT = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 1}
-REFUSED = {
+REJECTED = {
     "family": ({"model_type": "speech"}, refuses("model_type", model_type="speech")),
     "near": ({"model_type": "llama5"}, refuses("model_type", model_type="llama5")),
     "no family": ({"model_type": None}, refuses("model_type", model_type=None)),
@@ -1221,7 +1221,7 @@ def test_unsupported_configuration_raises(subtests):
     """Unknown families, keys, parts and values about attention
     raise an error with the expected fields.
     """
-    for name, (keys, refusal) in REFUSED.items():
+    for name, (keys, refusal) in REJECTED.items():
         with subtests.test(name), refusal:
             specs_of({**LLAMA, **keys})
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import warnings
 
@@ -328,12 +329,16 @@ def test_convert_of_missing_file_exits_2(tmp_path, capsys):
 
 def test_unspecified_layout_is_suggested(source, tmp_path, capsys):
     """If no layout is specified, `convert` exits with status 2, and the error suggests --from
-    and --prefix with values that fit.
+    and --prefix with values that fit, also as a whole command.
     """
-    assert main(["convert", source, str(tmp_path / "b.npz"), "--to", "W_q"]) == 2
+    words = ["convert", source, str(tmp_path / "b.npz"), "--to", "W_q"]
+    assert main(words) == 2
     message = capsys.readouterr().err
     remedy = {"--from": "transformers.LLaMA", "--prefix": "model.layers.{i}.self_attn"}
     assert refuses("--from", remedy=remedy).is_printed_in(message)
+    for flag, value in remedy.items():
+        words += [flag, value]
+    assert f"try `{shlex.join(['mha-parity', *words])}`" in message
 
 
 # ---- convert --dry-run ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 import pytest
 from helpers import ROOT
-from helpers.refusals import refuses
+from helpers.refusals import Misuse, refuses
 from setuptools import find_packages
 
 import parity.measure.backends
@@ -32,7 +32,7 @@ from parity.use.cli.clone import FROM_A_CLONE
 from parity.use.cli.command import Command
 from parity.use.cli.main import COMMANDS, GROUPS, PROGRAM, SHELLS, command_named, main
 from parity.use.cli.options import backend_list, dtype_list, named_path
-from parity.use.cli.project import defaults_of_project
+from parity.use.cli.project import ProjectOptions
 from parity.use.reporting.bugs import bug_page
 from parity.use.reporting.cases import covers
 from parity_lab.selftest import SELFTEST_CASES
@@ -392,7 +392,9 @@ def test_project_sets_options(tmp_path, monkeypatch, capsys):
         '[tool.mha-parity]\nbackends = ["torch"]\nallow-skipped = true\n'
         '[tool.mha-parity.run]\ncases = ["rope-g*", "causal"]\njoin = ["a", "b"]\n'
     )
-    defaults = defaults_of_project(PROGRAM, "run")["run"]
+    options = ProjectOptions()
+    options.read(PROGRAM, ["run"])
+    defaults = options.values
     assert PAGES["run"].make_context("run", [], default_map=defaults).params.items() >= {
         ("allow_skipped", True),
         ("join", ("a", "b")),
@@ -432,6 +434,38 @@ def test_project_sets_options(tmp_path, monkeypatch, capsys):
         assert printed.count("\n") == 1
         assert main(["bugs", "--help"]) == 0
         capsys.readouterr()
+
+
+def test_wrong_value_of_project_names_file(tmp_path, monkeypatch, capsys):
+    """An error about a value of pyproject.toml names the file, the table and the key; a value on
+    the command line is called by its option.
+    """
+    monkeypatch.chdir(tmp_path)
+    project = tmp_path / "pyproject.toml"
+    project.write_text(
+        '[tool.mha-parity]\ndtypes = "f32"\nseq-len = 3\n[tool.mha-parity.run]\njobs = "two"\n'
+    )
+    run_key = "[tool.mha-parity.run] jobs 'two' is not"
+    mistakes = {
+        ("run",): f"{project}: {run_key}",
+        ("run", "-j1"): f"{project}: [tool.mha-parity] dtypes ",
+        ("run", "--jobs=1", "--dtypes", "f16"): "--dtypes ",
+        ("run", "--jobs=1", "--dtypes=fp16"): f"{project}: [tool.mha-parity] seq-len ",
+        ("run", "--jobs=1", "--dtypes=fp16", "--seq-len=9"): "--seq-len requires",
+    }
+    for words, beginning in mistakes.items():
+        assert main(list(words)) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"mha-parity: error: {beginning}"), printed
+        assert printed.count("\n") == 1
+
+
+def test_help_describes_one_command(capsys):
+    """`help` with more than one word is an error, also if the first is a command."""
+    assert main(["help", "run", "extra"]) == 2
+    assert Misuse("help describes one command, got run extra").is_printed_in(
+        capsys.readouterr().err
+    )
 
 
 def test_verbose_prints_the_traceback(capsys):
@@ -511,6 +545,23 @@ def test_completion_finds_words(monkeypatch, capsys):
             assert {each.removeprefix("plain,") for each in found} == expected, line
         else:
             assert found == [expected], line
+
+
+@pytest.mark.parametrize(
+    ("instruction", "words"),
+    [("bash_complete", None), ("bash_complete", "one"), ("zsh_complete", None), ("tcsh", None)],
+)
+def test_wrong_completion_is_an_error(instruction, words, monkeypatch, capsys):
+    """The variables of a completion without the words of a command line are one clear error."""
+    monkeypatch.setenv("_MHA_PARITY_COMPLETE", instruction)
+    monkeypatch.delenv("COMP_WORDS", raising=False)
+    if words is not None:
+        monkeypatch.setenv("COMP_WORDS", "mha-parity")
+        monkeypatch.setenv("COMP_CWORD", words)
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert refuses("_MHA_PARITY_COMPLETE", instruction).is_printed_in(captured.err)
 
 
 @pytest.mark.costly("asks bash for its version")

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from helpers.refusals import refuses
 import parity
 from mha_spec import InputError, Rope
 from parity import AttentionSpec, random_weights, save
+from parity.measure.core.trace import Trace
 from parity.measure.core.weights import load_tensors, save_tensors
 from parity.measure.files import open_tensors
 from parity.measure.text import in_line, printable
@@ -31,6 +33,7 @@ from parity.use.reporting.console import console, print_table
 from parity.use.running.elsewhere import Elsewhere
 from parity.use.running.jobs import by_processes
 from parity.use.running.run import compare_traces
+from parity.use.running.traces import save_trace
 
 ESCAPES = "\x1b[2J\x9b2J\x07\u202e"
 SPEC = AttentionSpec(8, 2)
@@ -45,6 +48,67 @@ def test_control_characters_are_escaped():
     """
     assert printable(f"é\n\t{ESCAPES}\ud800") == "é\n\\t\\x1b[2J\\x9b2J\\x07\\u202e\\ud800"
     assert printable("a\nb\tc", keep="\t") == "a\\nb\tc"
+
+
+def test_workflow_commands_are_escaped():
+    """A line of text that a GitHub workflow would obey is escaped, also after spaces; others with
+    two colons are not.
+    """
+    assert printable("::error::x\n \t::add-mask::y\na::b ::c") == (
+        "\\x3a:error::x\n \\t::add-mask::y\na::b ::c"
+    )
+    assert printable("a\n  ::error::x") == "a\n  \\x3a:error::x"
+    assert printable("::error::x", keep="") == "\\x3a:error::x"
+
+
+@pytest.mark.parametrize("option", ["--output-format=github", "--junit=-", "--html=-", "-v"])
+def test_trace_begins_no_github_command(tmp_path, capfd, option):
+    """The text of a trace never begins a workflow command, in any format."""
+    problem = parity.make_problem("causal", "float32")
+    error = "ValueError: first\n::error::from a file\n  ::add-mask::output"
+    save_trace(tmp_path, Trace(problem, "torch", {}, {}, error=error))
+    assert main(["compare", str(tmp_path), option]) == 1
+    printed = capfd.readouterr().out
+    assert "from a file" in printed
+    own = re.compile("::error title=(causal%2C float32%3A torch|mha-parity)::")
+    for line in printed.splitlines():
+        assert not line.lstrip().startswith("::") or own.match(line), line
+
+
+def test_traceback_begins_no_github_command(tmp_path, capfd, monkeypatch):
+    """With --verbose, the text of an exception never begins a workflow command."""
+    (tmp_path / "port.py").write_text("raise ValueError('first\\n::error::from a file')\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["conformance", "port:layer", "--verbose"]) == 2
+    printed = capfd.readouterr().err
+    assert "Traceback" in printed
+    assert "\n\\x3a:error::from a file" in printed
+    assert "\n::" not in printed
+
+
+@pytest.mark.parametrize("command", ["plot a.safetensors a.png --heads", "run --model a --layers"])
+def test_huge_range_is_an_error(capsys, command):
+    """A range of more numbers than any model has layers or heads is an error, and fills no memory."""
+    printed = error_line(capsys, *command.split(), "0,5-99999999999999")
+    assert "0,5-99999999999999" in printed
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a folder without new files")
+def test_folder_without_new_files_is_an_error():
+    """A file in a folder in which no file can be created is an error, without an endless wait."""
+    with within(20), pytest.raises(FileNotFoundError, match=r"a\.safetensors"):
+        save("/proc/a.safetensors", random_weights(SPEC), SPEC)
+
+
+def test_live_function_that_fails_is_named(tmp_path, capsys, monkeypatch):
+    """An error of the function of `spec --live` names the option, the error and its line."""
+    (tmp_path / "alive.py").write_text("def make(size):\n    pass\n\n\ndef fails():\n    1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    line = error_line(capsys, "spec", "--live", "alive:make")
+    assert refuses("--live", "TypeError: make()").is_printed_in(line)
+    line = error_line(capsys, "spec", "--live", "alive:fails")
+    assert refuses("--live", "ZeroDivisionError").is_printed_in(line)
+    assert "alive.py, line 6" in line
 
 
 def test_message_is_one_short_line():

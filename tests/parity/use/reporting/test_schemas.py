@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import jsonschema
 import numpy as np
 import pytest
+import rich.progress
 import torch
 import transformers
 from helpers import DATA
@@ -41,7 +42,7 @@ def layer(x):
 
 
 def live():
-    return AutoModel.from_pretrained("model").eval(), {"input_ids": torch.arange(10).reshape(2, 5)}
+    return AutoModel.from_pretrained("model").eval(), {"input_ids": torch.arange(16).reshape(2, 8)}
 """
 
 TESTS = """import torch
@@ -54,7 +55,7 @@ assert attend(q, q, q).shape == q.shape
 TRACE = "traces/gqa-causal-float32-torch.safetensors"
 
 CALLS = {
-    "run": ["--cases gqa-causal --backends torch --dtypes float32", "--list --cases gqa-causal"],
+    "run": ["--cases gqa-causal --backends torch --dtypes float32", "--list"],
     "compare": [
         f"{TRACE} --junit traces.xml",
         "tap.safetensors --model model",
@@ -64,9 +65,12 @@ CALLS = {
     "doctor": [""],
     "bugs": ["", "--all", "rope-pairs"],
     "cache-size": ["--num-kv-heads 2 --head-dim 8 --capacity 16"],
-    "convert": ["layer.safetensors converted.safetensors --to mha_jax"],
+    "convert": [
+        "layer.safetensors converted.safetensors --to mha_jax",
+        "layer.safetensors planned.safetensors --to mha_jax --dry-run",
+    ],
     "spec": ["model", "--families", "--live own:live"],
-    "inspect": ["layer.safetensors", "canonical"],
+    "inspect": ["layer.safetensors", "canonical", "--layouts"],
     "write": ["layer.safetensors --to torch", "layer.safetensors --to torch --output attention.py"],
     "plot": [f"{TRACE} heads.svg"],
     "conformance": ["own:attend --checks attends"],
@@ -168,6 +172,26 @@ def test_json_schemas_are_recorded():
     assert versions <= {path.stem for path in FOLDER.iterdir()}
 
 
+def untyped_lists(schema):
+    """Return the paths of lists in a JSON Schema whose items are objects without named keys."""
+    paths = []
+    if schema.get("type") == "array" and schema.get("items") == {"type": "object"}:
+        paths.append("")
+    for key, part in schema.items():
+        for name, child in [(key, part), *enumerate(part if isinstance(part, list) else [])]:
+            if isinstance(child, dict):
+                paths += [f".{name}{path}" for path in untyped_lists(child)]
+    return paths
+
+
+def test_lists_of_records_have_types():
+    """Each list of records in JSON has the keys of its records and their types."""
+    untyped = {"type": "array", "items": {"type": "object"}}
+    assert untyped_lists({"properties": {"rows": {"anyOf": [untyped]}}}) == [".properties.rows.0"]
+    for command in SCHEMAS:
+        assert untyped_lists(json_schema(command)) == [], command
+
+
 def test_other_json_is_not_valid():
     """A wrong type, an additional key or a missing one is not valid."""
     head = {"schema": "mha-parity/cache-size", "version": SCHEMAS["cache-size"].version}
@@ -207,6 +231,37 @@ def test_command_writes_keys_of_its_schema(command, written):
     assert sorted({*schema.keys, *records}) == recorded, (
         "raise the version of the schema, and record its keys"
     )
+
+
+@pytest.mark.costly("each command that may take long runs as a user calls it")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "doctor",
+        "inspect layer.safetensors",
+        "write layer.safetensors --to torch",
+        f"plot {TRACE} heads.svg",
+        f"compare {TRACE}",
+        "compare tap.safetensors other.safetensors",
+        "compare layer.safetensors wrong.safetensors",
+        "diagnose layer.safetensors wrong.safetensors",
+        "diagnose --mesh tensor=2 --case gqa-causal rank0.safetensors rank1.safetensors",
+    ],
+)
+def test_slow_commands_show_progress(words, folder, monkeypatch):
+    """Each command that may take more than two seconds shows its progress, on a terminal only."""
+    monkeypatch.chdir(folder)
+    shown = []
+    add_task = rich.progress.Progress.add_task
+
+    def noted(progress, description, **options):
+        shown.append(progress.console.stderr)
+        return add_task(progress, description, **options)
+
+    monkeypatch.setattr(rich.progress.Progress, "add_task", noted)
+    assert main(words.split()) in (0, 1)
+    assert shown
+    assert all(shown)
 
 
 def test_files_have_metadata_of_their_kind(folder):

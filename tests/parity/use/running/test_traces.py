@@ -193,6 +193,15 @@ def test_same_backend_from_two_folders(traces, tmp_path):
     assert report.commands[key] == f"mha-parity compare {path}"
 
 
+def test_trace_counts_once(traces, tmp_path):
+    """A trace that is passed twice, also by another path or with its folder, is an error."""
+    path = traces / "causal-float32-torch.safetensors"
+    (tmp_path / "link.safetensors").symlink_to(path)
+    for other in (path, tmp_path / "link.safetensors", traces):
+        with refuses("traces", "twice"):
+            compare_traces([path, other])
+
+
 def test_command_repeats_the_run(traces):
     """The command for a case of this run names its backend, dtype and device, the Python that ran
     it, and gradients if one differs; no command repeats a case of another layer.
