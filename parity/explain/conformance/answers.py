@@ -20,7 +20,7 @@ class Kind(Enum):
     expectation. The last two are broken promises.
     """
 
-    REJECTED = "refused"
+    REJECTED = "rejected"
     ABSENT = "absent"
     KEPT = "ok"
     NOTE = "note"
