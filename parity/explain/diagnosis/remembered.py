@@ -28,6 +28,10 @@ MADE_OF = frozenset({"angles", "lengths"})
 """Other methods that a table depends on."""
 
 
+MOST_WIDE = 2**22
+"""The largest size of a weight that is also remembered in the dtype of sums."""
+
+
 class Remembered:
     """Results of layers with one set of weights and inputs, computed once per arithmetic.
 
@@ -49,6 +53,7 @@ class Remembered:
         self._products: dict[Hashable, np.ndarray] = {}
         self._projected: dict[Hashable, np.ndarray] = {}
         self._tables: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
+        self._wide_weights: dict[Hashable, np.ndarray] = {}
         self._rows: dict[bytes, tuple[str, int]] = {}
 
     def serve(self, layer: ChangedLayer) -> ChangedLayer:
@@ -56,6 +61,7 @@ class Remembered:
         layer.override(
             linear=partial(self.linear, layer, layer.linear),
             tables=partial(self.tables, layer, layer.tables),
+            wide_weight=partial(self.wide_weight, layer, layer.wide_weight),
         )
         return layer
 
@@ -101,6 +107,20 @@ class Remembered:
             self._projected[key] = projected
         projected.flags.writeable = False
         return projected
+
+    def wide_weight(self, layer: ChangedLayer, original: Any, weight: np.ndarray) -> np.ndarray:
+        """Return a weight in the dtype of sums, read-only. Conversion would take longer than its
+        product with one token.
+        """
+        name = _name_in(layer.problem.weights, weight)
+        if name is None or weight.size > MOST_WIDE:
+            return original(weight)
+        key = (name, _key_of(layer.arithmetic))
+        if key not in self._wide_weights:
+            wide = original(weight).view()
+            wide.flags.writeable = False
+            self._wide_weights[key] = wide
+        return self._wide_weights[key]
 
     def _product(
         self, weight_name: str, side: str, layer: ChangedLayer, x: np.ndarray
