@@ -243,3 +243,24 @@ def test_observed_tokens_limit_the_blocks():
     assert "block 0 of 2 tokens of every sequence is stale in the cache: it is empty" in abouts
     assert of_old_tokens not in abouts
     assert not list(exchanges(case, 2, lost))
+
+
+def test_empty_cache_is_one_finding():
+    """A cache that is read as zeros after the first call is one bug of keys and values, and not
+    several stale blocks.
+    """
+    problem = BUGS["serve-chunks-top-left"].problem
+
+    def appended(_, original, *inputs):
+        return NewTokens(*inputs).with_cached(original(*inputs), np.zeros_like)
+
+    later = frozenset(range(1, len(problem.case.chunks)))
+    bug = Edit(overrides={"appended": appended}, calls=later)
+    trial = Trial(problem, {}, "ieee")
+    stages = {}
+    for index in range(len(trial.steps)):
+        stages |= trial.computed(index, (bug,))
+    stages = {name: x.astype(kept_dtype(name, "float32")) for name, x in stages.items()}
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert finding.bugs == ("cache-empty",)
+    assert finding.edits[0].when == "in calls after the first"
