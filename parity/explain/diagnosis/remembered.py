@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -165,8 +165,7 @@ class Remembered:
         product = np.empty((*x.shape[:-1], len(weight)), layer.arithmetic.wide)
         for weight_name, (rows, places) in sources.items():
             product_of_source = self._product(weight_name, side, layer, x)
-            for from_rows, to_places in _in_runs(rows, places):
-                product[..., to_places] = product_of_source[..., from_rows]
+            product[..., places] = product_of_source[..., rows]
         return product
 
     def _sources_of(
@@ -194,9 +193,8 @@ class Remembered:
         for name, indices in rows_of.items():
             rows, places = np.array(indices), np.array(places_of[name])
             # The beginnings of rows only suggest where they come from.
-            for from_rows, to_places in _in_runs(rows, places):
-                if not np.array_equal(own_weights[name][from_rows], weight[to_places]):
-                    return None
+            if not np.array_equal(own_weights[name][rows], weight[places]):
+                return None
             sources[name] = rows, places
         return sources
 
@@ -260,13 +258,6 @@ def product_of(
     product = exact.astype(np.float32)
     product += a.excess_noise(x, weight, product)
     return product
-
-
-def _in_runs(rows: np.ndarray, places: np.ndarray) -> Iterator[tuple[slice, slice]]:
-    """Yield runs of consecutive rows and places, usually heads, so that slices need no copy."""
-    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(places) != 1)) + 1
-    for run, run_places in zip(np.split(rows, breaks), np.split(places, breaks), strict=True):
-        yield slice(run[0], run[-1] + 1), slice(run_places[0], run_places[-1] + 1)
 
 
 def _name_in(arrays: dict[str, np.ndarray], array: np.ndarray) -> str | None:
