@@ -260,7 +260,7 @@ def mixtures(difference: Difference) -> Iterator[Edit]:
 def _may_be_a_mixture(
     difference: Difference, by_token: np.ndarray, wanted: np.ndarray, columns: list[np.ndarray]
 ) -> bool:
-    """Return False if the output of a few tokens is no mixture of their heads. All tokens of a wide
+    """Return False if the output of a few tokens is not a mixture of their heads. All tokens of a wide
     layer take seconds.
     """
     heads = len(columns)

@@ -437,8 +437,8 @@ def test_mixed_output_heads_have_a_pattern():
 
 
 def test_few_tokens_reject_most_mixtures(monkeypatch):
-    """An output that is no mixture of heads is rejected by a few of its tokens: a mixture of all
-    tokens of a wide layer takes seconds.
+    """A few tokens of an output show that it is not a mixture of heads: a mixture of all tokens of
+    a wide layer takes seconds.
     """
     sizes = []
     lstsq = np.linalg.lstsq

@@ -221,7 +221,7 @@ def test_exchanged_tokens_are_one_finding(change, words):
 
 
 def test_observed_tokens_limit_the_blocks():
-    """Of all changes of blocks, only those are tried that move tokens as they moved; all if a cache
+    """Changes of blocks are tried only if they move tokens as they moved; all are tried if a cache
     was not observed.
     """
     problem = BUGS["serve-slot-late"].problem
