@@ -260,8 +260,8 @@ def mixtures(difference: Difference) -> Iterator[Edit]:
 def _may_be_a_mixture(
     difference: Difference, by_token: np.ndarray, wanted: np.ndarray, columns: list[np.ndarray]
 ) -> bool:
-    """Return False if the output of a few tokens is not a mixture of their heads. All tokens of a wide
-    layer take seconds.
+    """Return False if the output of a few tokens is not a mixture of their heads: all tokens of a
+    wide layer take seconds.
     """
     heads = len(columns)
     num_tokens = math.ceil(OVERDETERMINED * heads**2 / wanted.shape[1])
