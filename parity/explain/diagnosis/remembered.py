@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,6 +28,10 @@ MADE_OF = frozenset({"angles", "lengths"})
 """Other methods that a table depends on."""
 
 
+MOST_WIDE = 2**22
+"""The largest size of a weight that is also remembered in the dtype of sums."""
+
+
 class Remembered:
     """Results of layers with one set of weights and inputs, computed once per arithmetic.
 
@@ -49,6 +53,7 @@ class Remembered:
         self._products: dict[Hashable, np.ndarray] = {}
         self._projected: dict[Hashable, np.ndarray] = {}
         self._tables: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
+        self._wide_weights: dict[Hashable, np.ndarray] = {}
         self._rows: dict[bytes, tuple[str, int]] = {}
 
     def serve(self, layer: ChangedLayer) -> ChangedLayer:
@@ -56,6 +61,7 @@ class Remembered:
         layer.override(
             linear=partial(self.linear, layer, layer.linear),
             tables=partial(self.tables, layer, layer.tables),
+            wide_weight=partial(self.wide_weight, layer, layer.wide_weight),
         )
         return layer
 
@@ -102,6 +108,20 @@ class Remembered:
         projected.flags.writeable = False
         return projected
 
+    def wide_weight(self, layer: ChangedLayer, original: Any, weight: np.ndarray) -> np.ndarray:
+        """Return a weight in the dtype of sums, read-only. Conversion would take longer than its
+        product with one token.
+        """
+        name = _name_in(layer.problem.weights, weight)
+        if name is None or weight.size > MOST_WIDE:
+            return original(weight)
+        key = (name, _key_of(layer.arithmetic))
+        if key not in self._wide_weights:
+            wide = original(weight).view()
+            wide.flags.writeable = False
+            self._wide_weights[key] = wide
+        return self._wide_weights[key]
+
     def _product(
         self, weight_name: str, side: str, layer: ChangedLayer, x: np.ndarray
     ) -> np.ndarray:
@@ -145,8 +165,7 @@ class Remembered:
         product = np.empty((*x.shape[:-1], len(weight)), layer.arithmetic.wide)
         for weight_name, (rows, places) in sources.items():
             product_of_source = self._product(weight_name, side, layer, x)
-            for from_rows, to_places in _in_runs(rows, places):
-                product[..., to_places] = product_of_source[..., from_rows]
+            product[..., places] = product_of_source[..., rows]
         return product
 
     def _sources_of(
@@ -174,9 +193,8 @@ class Remembered:
         for name, indices in rows_of.items():
             rows, places = np.array(indices), np.array(places_of[name])
             # The beginnings of rows only suggest where they come from.
-            for from_rows, to_places in _in_runs(rows, places):
-                if not np.array_equal(own_weights[name][from_rows], weight[to_places]):
-                    return None
+            if not np.array_equal(own_weights[name][rows], weight[places]):
+                return None
             sources[name] = rows, places
         return sources
 
@@ -240,13 +258,6 @@ def product_of(
     product = exact.astype(np.float32)
     product += a.excess_noise(x, weight, product)
     return product
-
-
-def _in_runs(rows: np.ndarray, places: np.ndarray) -> Iterator[tuple[slice, slice]]:
-    """Yield runs of consecutive rows and positions, usually heads, so that slices need no copy."""
-    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(places) != 1)) + 1
-    for run, run_places in zip(np.split(rows, breaks), np.split(places, breaks), strict=True):
-        yield slice(run[0], run[-1] + 1), slice(run_places[0], run_places[-1] + 1)
 
 
 def _name_in(arrays: dict[str, np.ndarray], array: np.ndarray) -> str | None:

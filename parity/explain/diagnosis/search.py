@@ -420,6 +420,10 @@ class _PartSearch:
         the search goes on with the pattern that explains it, if there is one.
         """
         trial = self.trial
+        unexplained = self._unexplained_in_an_earlier_call(stage)
+        if unexplained is not None:
+            self._add_following(unexplained, stage)
+            return
         finding = _unexplained(trial, stage, self.edits, self.work)
         same_cause = self._same_cause(finding)
         if same_cause is not None:
@@ -432,23 +436,38 @@ class _PartSearch:
         self.findings.append(_with_stages(finding, stages_explained, pattern))
         self.edits = (*self.edits, *pattern)
 
-    def _same_cause(self, finding: Finding) -> int | None:
-        """Return the number of the finding that a wrong stage belongs to; None if it has one of its
-        own.
+    def _unexplained_in_an_earlier_call(self, stage: str) -> int | None:
+        """Return the number of the finding in which nothing explains the same stage of an earlier
+        call; None if there is none.
 
         A stage that no known bug explains in one call and in a later one has one cause, unless a
         pattern explains the first and no pattern of its kind the second.
         """
-        known = stage_named(finding.stage)
-        for number, earlier in enumerate(self.findings):
-            stage = stage_named(earlier.stage)
-            if (stage.quantity, stage.path) != (known.quantity, known.path) or earlier.edits:
-                continue
+        for number, earlier in self._of_the_same_quantity(stage):
             if earlier.pattern is None:
                 return number
-            if finding.pattern is not None and finding.pattern.name == earlier.pattern.name:
+        return None
+
+    def _same_cause(self, finding: Finding) -> int | None:
+        """Return the number of the finding of an earlier call that a pattern of the same kind
+        explains; None if there is none.
+        """
+        for number, earlier in self._of_the_same_quantity(finding.stage):
+            if finding.pattern is None or earlier.pattern is None:
+                continue
+            if finding.pattern.name == earlier.pattern.name:
                 return number
         return None
+
+    def _of_the_same_quantity(self, stage: str) -> Iterator[tuple[int, Finding]]:
+        """Yield the findings of the same stage in earlier calls that no known bug explains, with
+        their numbers.
+        """
+        known = stage_named(stage)
+        for number, earlier in enumerate(self.findings):
+            other = stage_named(earlier.stage)
+            if (other.quantity, other.path) == (known.quantity, known.path) and not earlier.edits:
+                yield number, earlier
 
 
 def _repeats_a_loss(trial: Trial, stage: str, edits: Edits) -> bool:

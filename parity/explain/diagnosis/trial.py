@@ -108,14 +108,20 @@ class _EditedLayer:
 
 
 def remembering(remembered: Remembered | None = None) -> Edit:
-    """Return an edit that changes nothing, and computes each projection and table once for each
-    arithmetic.
+    """Return an edit that changes nothing, and computes each projection, table and wide weight once
+    for each arithmetic.
 
     It must be the innermost edit, and serve layers with the same weights and inputs.
     """
     if remembered is None:
         remembered = Remembered()
-    return Edit(overrides={"linear": remembered.linear, "tables": remembered.tables})
+    return Edit(
+        overrides={
+            "linear": remembered.linear,
+            "tables": remembered.tables,
+            "wide_weight": remembered.wide_weight,
+        }
+    )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, overload
 
 import numpy as np
 
@@ -224,11 +224,33 @@ def steps_of(layer: LayerStages, case: Case) -> Sequence[Step]:
     """
     if not case.is_cached:
         return [getattr(layer, name) for name in STEPS]
-    call = cache(layer.call)
-    steps = []
-    for index in range(len(case.chunks)):
-        steps += [_step_of_call(layer, call, index, name) for name in STEPS_OF_A_CALL]
-    return steps
+    return _StepsOfCalls(layer, len(case.chunks))
+
+
+class _StepsOfCalls(Sequence[Step]):
+    """Steps of a layer with a cache, one call after the other.
+
+    A step is made when it is requested: a search makes thousands of layers, and runs few steps of
+    each.
+    """
+
+    def __init__(self, layer: LayerStages, num_calls: int) -> None:
+        self._layer = layer
+        self._call = cache(layer.call)
+        self._num_calls = num_calls
+
+    def __len__(self) -> int:
+        return self._num_calls * len(STEPS_OF_A_CALL)
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Step]: ...
+    def __getitem__(self, index: int | slice) -> Step | Sequence[Step]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        call, step = divmod(range(len(self))[index], len(STEPS_OF_A_CALL))
+        return _step_of_call(self._layer, self._call, call, STEPS_OF_A_CALL[step])
 
 
 CACHED = {"k": "cache.keys", "v": "cache.values"}

@@ -24,6 +24,7 @@ from parity.explain.diagnosis.bugs import (
     heads,
     latents,
     masks,
+    moved_slots,
     norms,
     precision,
     quantized_caches,
@@ -276,7 +277,8 @@ def bugs_from_call(case: Case, call: int, observed: Mapping[str, np.ndarray]) ->
             bugs.append(replace(bug, calls=frozenset([call]), when=f"in call {call} alone"))
     bugs += rings.lost_in_call(case, call)
     bugs += serving.reordered(case, call)
-    bugs += serving.blocks(case, call)
+    bugs += serving.blocks(case, call, observed)
+    bugs += serving.exchanges(case, call, observed)
     return bugs
 
 
@@ -315,7 +317,10 @@ def bug_by_name() -> dict[str, Edit]:
     for call in range(len(served.chunks)):
         bugs += bugs_from_call(served, call, {})
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
-    # Orders that are found by comparing are not in the table.
+    # Orders and exchanges that are found by comparing are not in the table.
+    exchanged = np.arange(served.batch * served.capacity)
+    exchanged[[0, 1]] = 1, 0
+    bugs.append(moved_slots.exchanging(served, 1, exchanged))
     bugs += [heads.permuted(name, np.arange(0)) for name in "qkv"]
     about = "a packed weight is read in a different order than it was packed in"
     bugs.append(weights.misread(weights.MISREAD, np.arange(0), (), about, FUSED_QKV.fix))

@@ -121,6 +121,13 @@ def caches(case: Case) -> Iterator[Edit]:
         "every call caches its tokens from slot 0 and overwrites the first ones",
         _into_slots(_from_slot_0),
     )
+    if case.cache_quantization is None:  # whose scales may be 0
+        yield cached(
+            "cache-empty",
+            "cached keys and values are 0 when they are read",
+            {"appended": _emptied},
+            fix="read the memory that was written, and clear it only for a new sequence",
+        )
 
 
 # ---- Contents ------------------------------------------------------------------------------------
@@ -149,6 +156,11 @@ def _with_rolled_tokens(name: str, new: New) -> New:
 
 def _with_rolled_rows(new: New) -> New:
     return {name: np.roll(x, 1, axis=0) for name, x in new.items()}
+
+
+def _emptied(_: Layer, original: Override, *inputs: Any) -> New:
+    """Write into the right cache, and read zeros."""
+    return NewTokens(*inputs).with_cached(original(*inputs), np.zeros_like)
 
 
 # ---- Slots ---------------------------------------------------------------------------------------

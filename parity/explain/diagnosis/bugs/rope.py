@@ -42,8 +42,17 @@ def turned_alone(case: Case) -> Iterator[Edit]:
 
 
 def own_positions(case: Case) -> Iterator[Edit]:
-    """Yield rotations that ignore the positions of the case."""
-    if case.spec.rope is None or case.position_ids is None:
+    """Yield rotations that ignore the positions of the case, or of its packed sequences."""
+    if case.spec.rope is None:
+        return
+    if case.position_ids is None:
+        if case.segment_ids is not None:
+            yield of_rope(
+                "rope-positions-run-on",
+                "positions run on over packed sequences instead of restarting in each",
+                positions("qk", partial(_instead_of, replace(case, segment_ids=None).positions())),
+                fix="count the positions of each packed sequence from 0",
+            )
         return
     if case.is_cached:
         yield of_rope(

@@ -8,7 +8,7 @@ padding, or raise it too late, and then one, two or all of the three are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, permutations
@@ -23,6 +23,7 @@ from parity.explain.diagnosis.bugs.families import (
     PADDING,
     BugFamily,
 )
+from parity.explain.diagnosis.bugs.moved_slots import Change, exchanged_slots, moved_slots
 from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
 from parity.explain.diagnosis.bugs.sites import NewTokens
 from parity.explain.diagnosis.bugs.sites import before as with_inputs
@@ -528,11 +529,20 @@ def _in_rows(order: np.ndarray, cached: np.ndarray) -> np.ndarray:
 # ---- Blocks of a paged cache ---------------------------------------------------------------------
 
 
-def blocks(case: Case, call: int) -> Iterator[Edit]:
-    """Yield caches in blocks of which two are exchanged, or one is stale, from a call on."""
-    num_cached = max(np.add(case.lengths_before(call), case.added(call)))
+def blocks(case: Case, call: int, observed: Mapping[str, np.ndarray]) -> Iterator[Edit]:
+    """Yield caches in blocks of which two are exchanged, or one is stale, from a call on; if the
+    cache was observed, those that its tokens allow.
+
+    Args:
+        case: with a cache.
+        call: the call.
+        observed: the stages.
+    """
+    moved = moved_slots(case, call, observed)
     calls = frozenset(range(call, len(case.chunks)))
-    for name, words, change in _changes_of_blocks(case.batch, int(num_cached)):
+    for name, words, change in _changes_of_blocks(case, call):
+        if moved is not None and not moved.may_be(change):
+            continue
         overrides = {"appended": partial(_read_through, change, case, call)}
         bug = _bug(name, words, overrides, BLOCKS)
         yield replace(bug, calls=calls, when=f"from call {call} on")
@@ -546,11 +556,24 @@ MOST_BLOCKS = 8
 """The most blocks of a cache for which exchanges are tried: a table of more has many."""
 
 
-def _changes_of_blocks(
-    batch: int, num_cached: int
-) -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray]]]:
+def exchanges(case: Case, call: int, observed: Mapping[str, np.ndarray]) -> Iterator[Edit]:
+    """Yield the cache whose observed tokens have exchanged their slots in a call, unless these are
+    whole blocks or sequences, which have names of their own.
+    """
+    moved = moved_slots(case, call, observed)
+    if moved is None:
+        return
+    named = [partial(_in_rows, np.array(order)) for order in _orders(case.batch)]
+    named += [change for _, _, change in _changes_of_blocks(case, call)]
+    if any(moved.may_be(change) for change in named):
+        return
+    yield from exchanged_slots(case, call, moved)
+
+
+def _changes_of_blocks(case: Case, call: int) -> Iterator[tuple[str, str, Change]]:
     """Yield changes of a cache (B, K, S, H), with a name and words. Twice is undone, or is once."""
-    size = 2
+    num_cached = int(max(np.add(case.lengths_before(call), case.added(call))))
+    batch, size = case.batch, 2
     while size < num_cached:
         num_blocks = -(-num_cached // size)
         if num_blocks <= MOST_BLOCKS:
@@ -558,9 +581,7 @@ def _changes_of_blocks(
         size *= 2
 
 
-def _changes_of_size(
-    batch: int, num_blocks: int, size: int
-) -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray]]]:
+def _changes_of_size(batch: int, num_blocks: int, size: int) -> Iterator[tuple[str, str, Change]]:
     of_size = f"of {size} tokens"
     whose: list[tuple[str, list[int]]] = [("every sequence", list(range(batch)))]
     if 1 < batch <= FEW_SEQUENCES:
@@ -622,7 +643,7 @@ def _slots_of(block: int, size: int, slots: np.ndarray) -> np.ndarray:
 
 
 def _read_through(
-    change: Callable[[np.ndarray], np.ndarray],
+    change: Change,
     case: Case,
     first_call: int,
     _: Layer,

@@ -79,11 +79,11 @@ class StageTrial:
         """Return True if a change leaves only rounding."""
         return self.is_enough(self.stage(change))
 
-    def explains_in_part(self, change: Edit) -> bool:
-        """Return True if a change leaves only rounding in the wrong heads, sequences or tokens, and
-        the others are right.
+    def is_enough_in_part(self, x: np.ndarray | None) -> bool:
+        """Return True if a stage with a change leaves only rounding in the wrong heads, sequences
+        or tokens, and the others are right.
         """
-        x, difference = self.stage(change), self.difference
+        difference = self.difference
         if x is None or not np.isfinite(x[difference.part]).all():
             return False
         return self.is_enough(difference.in_slices(x))

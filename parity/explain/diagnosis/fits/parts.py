@@ -106,10 +106,11 @@ def _explaining(trial: StageTrial, candidates: Iterator[Edit]) -> Iterator[Edit]
     explains_all = False
     in_part: list[Edit] = []
     for edit in candidates:
-        if trial.explains(edit):
+        x = trial.stage(edit)
+        if trial.is_enough(x):
             explains_all = True
             yield edit
-        elif is_in_part and trial.explains_in_part(edit):
+        elif is_in_part and trial.is_enough_in_part(x):
             # The reference has no such layer: the edit describes this stage alone.
             in_part.append(replace(edit, about=f"there alone, {edit.about}", overrides={}))
     # A change of the whole layer says more.

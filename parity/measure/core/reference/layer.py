@@ -763,7 +763,11 @@ class Layer:
         """Return the features that a weight (out, in) and a bias make of others."""
         a = self.arithmetic
         start = 0.0 if bias is None else a.widen(bias)
-        return a.keep(a.matmul(a.widen(x), a.weight(a.widen(weight)).T, start))
+        return a.keep(a.matmul(a.widen(x), self.wide_weight(weight).T, start))
+
+    def wide_weight(self, weight: np.ndarray) -> np.ndarray:
+        """Return a weight (out, in) as stored, in the dtype of sums."""
+        return self.arithmetic.weight(self.arithmetic.widen(weight))
 
     def project(
         self, inputs: Mapping[str, np.ndarray], positions: np.ndarray

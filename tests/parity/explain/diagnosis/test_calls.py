@@ -3,6 +3,7 @@ the steps after it, are two findings.
 """
 
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from parity.explain.diagnosis.bugs import bugs_for, edited_layer
 from parity.explain.diagnosis.diagnose import diagnose
 from parity.explain.diagnosis.search import named_calls
 from parity.explain.diagnosis.trial import Trial
-from parity.measure.core.stages import run_steps
+from parity.measure.core.reference import Arithmetic
+from parity.measure.core.stages import STEPS_OF_A_CALL, run_steps, steps_of
 
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(), window_size=5)
 CASE = Case(
@@ -105,3 +107,61 @@ def test_stage_depends_on_earlier_calls():
     expected = stages_with("rope-missing", "rope-reversed")["step1.output"]
     assert np.abs(both - expected).max() < 1e-5
     assert np.abs(alone - expected).max() > 0.1
+
+
+def test_unknown_cause_is_described_once(monkeypatch):
+    """A stage that nothing explains is described in its first call: in later calls it follows."""
+    described = []
+    describe = Trial.describe
+
+    def counted(trial, stage, *arguments):
+        described.append(stage)
+        return describe(trial, stage, *arguments)
+
+    monkeypatch.setattr(Trial, "describe", counted)
+    rng = np.random.default_rng(0)
+    stages = {name: x + rng.normal(size=x.shape) for name, x in outputs_of(right_stages()).items()}
+    (finding,) = diagnose(stages, PROBLEM).findings
+    assert not finding.is_explained
+    assert finding.follows == ("step1.output", "step2.output", "step3.output")
+    assert described == ["step0.output"]
+
+
+def right_stages():
+    return run_steps(edited_layer(PROBLEM, "float32", []).steps())
+
+
+def test_steps_are_made_on_request():
+    """A layer of many calls makes only the requested steps: a search makes thousands of layers."""
+    made = []
+
+    class Calls:
+        def call(self, index):
+            made.append(index)
+            return self
+
+        def mask(self, _):
+            return {"mask": np.zeros(1)}
+
+    steps = steps_of(cast(Any, Calls()), CASE)
+    assert len(steps) == len(CASE.chunks) * len(STEPS_OF_A_CALL)
+    assert steps[len(STEPS_OF_A_CALL)]({}).keys() == {"step1.mask"}
+    assert made == [1]
+    with pytest.raises(IndexError):
+        steps[len(steps)]
+
+
+def test_weights_are_widened_once(monkeypatch):
+    """A search converts each weight once: a conversion takes longer than a product with a token."""
+    converted = []
+    widen = Arithmetic.widen
+
+    def counted(arithmetic, x):
+        converted.extend(name for name, weight in PROBLEM.weights.items() if x is weight)
+        return widen(arithmetic, x)
+
+    monkeypatch.setattr(Arithmetic, "widen", counted)
+    trial = Trial(PROBLEM, {}, "ieee")
+    for name in ("scale-missing", "scale-by-d-model", "window-ignored"):
+        assert trial.stage("step3.output", (bug(name),)).any()
+    assert converted.count("out_proj.weight") == 1

@@ -436,6 +436,29 @@ def test_mixed_output_heads_have_a_pattern():
     )
 
 
+def test_few_tokens_reject_most_mixtures(monkeypatch):
+    """A few tokens of an output show that it is not a mixture of heads: a mixture of all tokens of
+    a wide layer takes seconds.
+    """
+    sizes = []
+    lstsq = np.linalg.lstsq
+
+    def counted(a, *arguments, **keywords):
+        sizes.append(a.shape)
+        return lstsq(a, *arguments, **keywords)
+
+    spec = AttentionSpec(64, 4)
+    problem = make_problem(Case("many tokens", spec, "", seq_len=64), "float32")
+    wrong = run(problem)
+    rng = np.random.default_rng(0)
+    wrong["output"] = wrong["output"] + rng.normal(size=wrong["output"].shape).astype("float32")
+    monkeypatch.setattr(np.linalg, "lstsq", counted)
+    assert not abouts_of(problem, {"output": wrong["output"]}, "output")
+    of_mixtures = [rows for rows, columns in sizes if columns == 4**2]
+    assert of_mixtures
+    assert max(of_mixtures) < 64 * 64
+
+
 def test_narrow_format_is_not_a_pattern():
     """Scores off by 0.4% have no pattern, although bfloat16 can represent them."""
     problem = make_problem(GROUPED, "float32")

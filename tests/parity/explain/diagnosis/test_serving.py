@@ -16,13 +16,16 @@ from parity.explain.diagnosis.bugs.serving import (
     blocks,
     caching_padding,
     call_after,
+    exchanges,
     has_padding,
     not_reset,
     ragged,
     reordered,
 )
+from parity.explain.diagnosis.bugs.sites import NewTokens
 from parity.explain.diagnosis.fits import place_of
 from parity.explain.diagnosis.trial import Trial
+from parity.measure.core.compare import kept_dtype
 from parity.measure.core.trace import Reference
 from parity.measure.core.unused import unused_cells
 
@@ -103,7 +106,7 @@ def test_numbers_of_tried_blocks_are_limited():
     """Blocks are tried in all sizes of which the cache has at most `MOST_BLOCKS`."""
     spec = BUGS["serve-slot-late"].problem.spec
     case = parity.Case("long", spec, "", seq_len=65, chunks=(64, 1), capacity=65)
-    abouts = [bug.about for bug in blocks(case, 1)]
+    abouts = [bug.about for bug in blocks(case, 1, {})]
     sizes = {int(about.split(" tokens")[0].split()[-1]) for about in abouts}
     assert sizes == {16, 32, 64}
     assert min(sizes) >= 65 / (MOST_BLOCKS + 1)
@@ -169,3 +172,95 @@ def test_mask_showing_keys_is_not_a_leak():
         (finding,) = found.findings
         assert f"key {key} (of 8) of sequence {sequence}" in finding.about
         assert ",".join(finding.pages) == page
+
+
+def exchanged_in_call(problem, change):
+    """Return the stages of a layer whose cache is changed in call 2, and stays so."""
+
+    def appended(_, original, *inputs):
+        return NewTokens(*inputs).with_cached(original(*inputs), change)
+
+    bug = Edit(overrides={"appended": appended}, calls=frozenset([2]))
+    trial = Trial(problem, {}, "ieee")
+    stages = {}
+    for index in range(len(trial.steps)):
+        stages |= trial.computed(index, (bug,))
+    return {name: x.astype(kept_dtype(name, "float32")) for name, x in stages.items()}
+
+
+def between_sequences(cached):
+    changed = cached.copy()
+    changed[0, :, 1:4], changed[1, :, 1:4] = cached[1, :, 1:4], cached[0, :, 1:4]
+    return changed
+
+
+def within_a_sequence(cached):
+    order = np.arange(cached.shape[2])
+    order[[0, 3]] = 3, 0
+    changed = cached.copy()
+    changed[1] = cached[1][:, order]
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (between_sequences, "slots 1-3 of sequence 0 with slots 1-3 of sequence 1"),
+        (within_a_sequence, "slot 0 of sequence 1 with slot 3 of sequence 1"),
+    ],
+)
+def test_exchanged_tokens_are_one_finding(change, words):
+    """Tokens that exchange their slots, in no whole block, are one bug of keys and values."""
+    problem = BUGS["serve-slot-late"].problem
+    stages = exchanged_in_call(problem, change)
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert finding.bugs == ("cache-slots-exchanged",)
+    assert finding.about == f"tokens are exchanged in the cache: {words}, from call 2 on"
+    assert finding.stage == "step2.cache.keys"
+    assert not finding.others
+
+
+def test_observed_tokens_limit_the_blocks():
+    """Changes of blocks are tried only if they move tokens as they moved; all are tried if a cache
+    was not observed.
+    """
+    problem = BUGS["serve-slot-late"].problem
+    case = problem.case
+    right = exchanged_in_call(problem, np.copy)
+    # A block of new tokens may still be another one.
+    abouts = {bug.about for bug in blocks(case, 2, right)}
+    of_old_tokens = "sequences 0 and 1 have exchanged block 0 of 2 tokens"
+    assert of_old_tokens not in abouts
+    assert of_old_tokens in {bug.about for bug in blocks(case, 2, {})}
+    assert not list(exchanges(case, 2, right))
+    number = len(list(blocks(case, 2, {})))
+    without_one = {name: x for name, x in right.items() if name != "step1.cache.keys"}
+    assert len(list(blocks(case, 2, without_one))) == number > 50
+    lost = exchanged_in_call(
+        problem, lambda cached: cached * (np.arange(cached.shape[2]) > 1)[:, None]
+    )
+    abouts = {bug.about for bug in blocks(case, 2, lost)}
+    assert "block 0 of 2 tokens of every sequence is stale in the cache: it is empty" in abouts
+    assert of_old_tokens not in abouts
+    assert not list(exchanges(case, 2, lost))
+
+
+def test_empty_cache_is_one_finding():
+    """A cache that is read as zeros after the first call is one bug of keys and values, and not
+    several stale blocks.
+    """
+    problem = BUGS["serve-chunks-top-left"].problem
+
+    def appended(_, original, *inputs):
+        return NewTokens(*inputs).with_cached(original(*inputs), np.zeros_like)
+
+    later = frozenset(range(1, len(problem.case.chunks)))
+    bug = Edit(overrides={"appended": appended}, calls=later)
+    trial = Trial(problem, {}, "ieee")
+    stages = {}
+    for index in range(len(trial.steps)):
+        stages |= trial.computed(index, (bug,))
+    stages = {name: x.astype(kept_dtype(name, "float32")) for name, x in stages.items()}
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert finding.bugs == ("cache-empty",)
+    assert finding.edits[0].when == "in calls after the first"

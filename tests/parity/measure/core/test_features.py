@@ -111,32 +111,32 @@ def test_case_fails_without_its_feature(case, spec):
     assert apart > 1e-4 * largest, f"{apart:.1e} of {largest:.1e}"
 
 
-@pytest.mark.parametrize(
-    ("fields", "refusal"),
-    [
-        ({"chunks": (3, 1)}, refuses("seq_len", seq_len=5)),
-        ({"new_lengths": ((1, 2),)}, refuses("new_lengths")),
-        ({"key_padding_lengths": (1,)}, refuses("key_padding_lengths")),
-        ({"seq_len": 4, "chunks": (3, 1), "new_lengths": ((3, 1),)}, refuses("new_lengths")),
-        ({"dtype": "f32"}, refuses("dtype", dtype="f32")),
-        ({"batch": 0}, refuses("batch", batch=0)),
-        ({"seq_len": -1}, refuses("seq_len", seq_len=-1)),
-        ({"seq_len": 2.0}, refuses_type("seq_len", seq_len=2.0)),
-        ({"seq_len_k": 0}, refuses("seq_len_k", seq_len_k=0)),
-        ({"window_size": 0}, refuses("window_size", window_size=0)),
-        ({"first_position": -1}, refuses("first_position", first_position=-1)),
-        ({"key_padding_lengths": (0, 6)}, refuses("key_padding_lengths")),
-        ({"chunks": (5, 0), "capacity": 5}, refuses("chunks", chunks=0)),
-        ({"chunks": (3, 2), "capacity": 4}, refuses("capacity", capacity=4)),
-        (
-            {"chunks": (3, 2), "capacity": 8, "new_lengths": ((3, 4), (1, 1))},
-            refuses("new_lengths"),
-        ),
-        ({"gain": float("nan")}, refuses("gain")),
-        ({"not_finite": "inf"}, refuses("not_finite", not_finite="inf")),
-    ],
-)
-def test_invalid_case_raises(fields, refusal):
+INVALID_CASES = [
+    ({"chunks": (3, 1)}, refuses("seq_len", seq_len=5)),
+    ({"new_lengths": ((1, 2),)}, refuses("new_lengths")),
+    ({"key_padding_lengths": (1,)}, refuses("key_padding_lengths")),
+    ({"seq_len": 4, "chunks": (3, 1), "new_lengths": ((3, 1),)}, refuses("new_lengths")),
+    ({"dtype": "f32"}, refuses("dtype", dtype="f32")),
+    ({"batch": 0}, refuses("batch", batch=0)),
+    ({"seq_len": -1}, refuses("seq_len", seq_len=-1)),
+    ({"seq_len": 2.0}, refuses_type("seq_len", seq_len=2.0)),
+    ({"seq_len_k": 0}, refuses("seq_len_k", seq_len_k=0)),
+    ({"window_size": 0}, refuses("window_size", window_size=0)),
+    ({"first_position": -1}, refuses("first_position", first_position=-1)),
+    ({"key_padding_lengths": (0, 6)}, refuses("key_padding_lengths")),
+    ({"chunks": (5, 0), "capacity": 5}, refuses("chunks", chunks=0)),
+    ({"chunks": (3, 2), "capacity": 4}, refuses("capacity", capacity=4)),
+    (
+        {"chunks": (3, 2), "capacity": 8, "new_lengths": ((3, 4), (1, 1))},
+        refuses("new_lengths"),
+    ),
+    ({"gain": float("nan")}, refuses("gain")),
+    ({"not_finite": "inf"}, refuses("not_finite", not_finite="inf")),
+]
+
+
+def test_invalid_case_raises(subtests):
     """Inconsistent lengths, impossible sizes and unknown values raise an error that names the field."""
-    with refusal:
-        Case("own", AttentionSpec(8, 2), "", **fields)
+    for fields, refusal in INVALID_CASES:
+        with subtests.test(str(refusal), fields=fields), refusal:
+            Case("own", AttentionSpec(8, 2), "", **fields)

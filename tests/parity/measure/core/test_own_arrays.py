@@ -105,6 +105,28 @@ def test_bugs_of_own_arrays_are_named(name, mask, positions):
     assert [other.bugs for other in others] == [("empty-row-mean",)] * (name == "own-mask-inverted")
 
 
+PACKED = Case(
+    "packed",
+    SPEC,
+    "packed sequences",
+    seq_len=8,
+    is_causal=True,
+    segment_ids=((0, 0, 0, 1, 1, 2, 2, 2), (0, 0, 0, 0, 0, 1, 1, 1)),
+)
+
+
+def test_positions_of_packed_sequences():
+    """Positions that run on over packed sequences are one finding, and right ones are none."""
+    problem = parity.make_problem(PACKED, "float32")
+    ids = np.array(PACKED.segment_ids)
+    mask = (LATER | (ids[:, :, None] != ids[:, None]))[:, None]
+    parity.assert_parity(attended(problem, mask, PACKED.positions()), problem=problem)
+    stages = attended(problem, mask, np.arange(8)[None])
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert finding.bugs == ("rope-positions-run-on",)
+    assert finding.stages == ("q", "k")
+
+
 def test_steps_equal_the_whole_layer():
     """A cache with a mask and positions of the user returns the rows of the layer without one."""
     problem = parity.make_problem(STEPS, "float32")
