@@ -137,6 +137,6 @@ INVALID_CASES = [
 
 def test_invalid_case_raises(subtests):
     """Inconsistent lengths, impossible sizes and unknown values raise an error that names the field."""
-    for fields, refusal in INVALID_CASES:
-        with subtests.test(str(refusal), fields=fields), refusal:
-            Case("own", AttentionSpec(8, 2), "", **fields)
+    for case_fields, refusal in INVALID_CASES:
+        with subtests.test(str(refusal), fields=case_fields), refusal:
+            Case("own", AttentionSpec(8, 2), "", **case_fields)

@@ -13,6 +13,7 @@ import transformers
 from helpers import DATA
 from helpers.json_schemas import FOLDER, json_schema, path_of
 from helpers.ranks import of_heads
+from helpers.samples import sample
 
 import mha_torch
 import parity
@@ -234,6 +235,7 @@ def test_command_writes_keys_of_its_schema(command, written):
 
 
 @pytest.mark.costly("each command that may take long runs as a user calls it")
+@sample(4)
 @pytest.mark.parametrize(
     "words",
     [
