@@ -917,7 +917,7 @@ SCHEMAS = {
     "doctor": Schema(1, {"": Installation}),
     "selftest": Schema(4, {"": DetectedBugs}),
     "mesh": Schema(4, {"": MeshReport}),
-    "bench": Schema(2, {"": Benchmark}),
+    "bench": Schema(1, {"": Benchmark}),
 }
 """The JSON of each command."""
 
