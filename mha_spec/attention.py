@@ -61,8 +61,8 @@ class AttentionSpec(Record):
 
     Omitted sizes are derived from the others and can be read as integers. `replace` derives them
     again: `AttentionSpec(512, 8).replace(d_model=1024)` has a head_dim of 128, while
-    `dataclasses.replace` keeps 64. A size equal to its derived value counts as omitted even if it was passed, so that
-    equal specifications behave the same.
+    `dataclasses.replace` keeps 64. A size equal to its derived value counts as omitted even if it
+    was passed, so that equal specifications behave the same.
 
     Attributes:
         d_model: width of the output, E.

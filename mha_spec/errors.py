@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-MAX_LENGTH = 500
+MAX_LENGTH = 800
 """Maximum length of a message in characters. Long parts are shortened in the middle."""
 
 

@@ -241,7 +241,7 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
     calls = []
     counts = []
     for call in fields["calls"]:
-        past, first_key, rows = [call[name] for name in OF_CALL]
+        past, first_key, rows = (call[name] for name in OF_CALL)
         if rows is not None:
             rows = tuple(rows)
             counts += rows

@@ -18,8 +18,8 @@ from parity.use.cli.reports import attention_maps, print_and_write, report_optio
 @command(
     "compare traces, recordings of models, or files of weights",
     about=(
-        "Compare two inputs, or one with the reference. Traces, which `run --save-traces` "
-        "wrote in any environment, are compared with the reference. A recording of `parity.tap` "
+        "Compare two inputs, or one with the reference. `run --save-traces` writes traces in any "
+        "environment, which are compared with the reference. A recording of `parity.tap` "
         "is compared layer by layer, with the model in --model or with a second recording. Two "
         "files of weights are compared tensor by tensor, and stage by stage, whatever their "
         "layouts."

@@ -847,7 +847,7 @@ def test_factor_is_not_precision(stage):
     assert (diagnosis.kind, diagnosis.named[0].pages) == ("structure", ("stray-factor",))
     whole = diagnose({**observed_in(problem), **wrong}, problem)
     assert (whole.kind, whole.stage) == ("structure", stage)
-    assert whole.agrees == (stage != "output")
+    assert whole.output_agrees == (stage != "output")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

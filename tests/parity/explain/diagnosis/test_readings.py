@@ -163,7 +163,7 @@ def test_convention_hides_no_later_error(changed):
     assert diagnose(values, problem).kind == "convention"
     diagnosis = diagnose({**values, changed: values[changed] * np.float32(1.01)}, problem)
     assert (diagnosis.is_wrong, diagnosis.stage) == (True, changed)
-    assert diagnosis.agrees == (changed != "output")
+    assert diagnosis.output_agrees == (changed != "output")
     alone = diagnose({"q": before["q"]}, problem)
     assert [each.bugs for each in alone.named] == [("rope-missing",)]
 

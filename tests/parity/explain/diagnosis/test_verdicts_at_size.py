@@ -85,7 +85,7 @@ def test_output_note_is_of_whole_output(far):
     right = reference.same_precision(local=False)["output"]
     wrong = parity.diagnose(observed, far)
     same_output = parity.diagnose({**observed, "output": right}, far)
-    assert (wrong.agrees, same_output.agrees) == (False, True)
+    assert (wrong.output_agrees, same_output.output_agrees) == (False, True)
     assert "Note: the output agrees" in str(same_output)
     assert "Note" not in str(wrong)
 
@@ -187,7 +187,7 @@ def test_rounded_frequencies_are_named(dtype):
     )
     diagnosis = parity.diagnose(observed, problem)
     assert named_bugs(diagnosis) == ["rope-frequencies-bfloat16"]
-    assert diagnosis.agrees == (dtype == "bfloat16")
+    assert diagnosis.output_agrees == (dtype == "bfloat16")
     with pytest.raises(AssertionError, match="rope-frequencies-bfloat16"):
         parity.assert_parity(observed, problem=problem)
 
@@ -205,7 +205,7 @@ def test_extra_rotation_is_wrong():
         values[name] = turned.astype(np.float32)
     observed = {name: values[name] for name in ("q", "k", "v", "output")}
     diagnosis = parity.diagnose(observed, problem)
-    assert (diagnosis.is_wrong, diagnosis.stage, diagnosis.agrees) == (True, "q", True)
+    assert (diagnosis.is_wrong, diagnosis.stage, diagnosis.output_agrees) == (True, "q", True)
 
 
 # ---- Hidden bugs ---------------------------------------------------------------------------------

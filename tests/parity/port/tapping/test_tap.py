@@ -863,7 +863,7 @@ def test_uncomparable_cross_attention(tmp_path):
     assert reasons == ["it attends to another sequence, and should not"] * 2
     layer = next(layer for layer in tapped.layers if "encoder_attn" in layer.name)
     layer.calls[1].values["key_input"] = layer.calls[0].values["key_input"] + 1
-    with refuses("model.decoder.layers.0.encoder_attn", "another one"):
+    with refuses("model.decoder.layers.0.encoder_attn", "a different one"):
         parity.check_tap(tapped, *layers_in(tmp_path))
     module, (x, y, z) = (
         torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(),

@@ -294,7 +294,7 @@ def test_usage_errors_are_plain_english(capsys):
         ("conformance --libraries --only torhc", "--only", "there are "),
         (
             "conformance no_such_module:f",
-            "no_such_module",
+            "cannot import 'no_such_module':",
             "run from the folder of the module, or set PYTHONPATH",
         ),
     ],

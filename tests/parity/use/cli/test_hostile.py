@@ -94,7 +94,7 @@ def test_huge_range_is_an_error(capsys, command):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a folder without new files")
-def test_folder_without_new_files_is_an_error():
+def test_folder_without_new_files_fails():
     """A file in a folder in which no file can be created is an error, without an endless wait."""
     with within(20), pytest.raises(FileNotFoundError, match=r"a\.safetensors"):
         save("/proc/a.safetensors", random_weights(SPEC), SPEC)
@@ -539,7 +539,8 @@ def tap(path, kind="self", changed=(), **layer):
         "is_causal": None,
         "training": False,
     }
-    told |= {"attention": "", "scale": None, "calls": [{"past": 0, "first_key": 0}], **layer}
+    call = {"past": 0, "first_key": 0, "continued_rows": None}
+    told |= {"attention": "", "scale": None, "calls": [call], **layer}
     entries = {"layers": [told], "config": {}, "model": "M"}
     save_tensors(path, values, {"format": "1", "kind": "tap", "tap": json.dumps(entries)})
 
@@ -561,8 +562,10 @@ def test_layer_kind_is_shown_literally(tmp_path, capsys, kind):
         {"changed": {"0/0/input": np.float32(1.0)}},
         {"changed": {"0/0/q": np.float32(1.0)}},
         {"changed": {"0/0/output": np.ones((1, 5, 8), np.float32)}},
-        {"calls": [{"past": "x", "first_key": 0}]},
-        {"calls": [{"past": 0, "first_key": -3}]},
+        {"calls": [{"past": "x", "first_key": 0, "continued_rows": None}]},
+        {"calls": [{"past": 0, "first_key": -3, "continued_rows": None}]},
+        {"calls": [{"past": 0, "first_key": 0, "continued_rows": [7]}]},
+        {"calls": [{"past": 0, "first_key": 0, "continued_rows": 7}]},
         {"scale": "large"},
         {"index": None},
     ],

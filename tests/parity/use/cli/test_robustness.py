@@ -126,18 +126,18 @@ def test_only_one_report_goes_to_stdout(capsys):
 
 
 @pytest.mark.parametrize(
-    ("target", "refusal"),
+    ("target", "words"),
     [
-        ([], refuses("PKG.MODULE:CALLABLE or --libraries")),
-        (["torch.nn.functional:nothing"], refuses("torch.nn.functional:nothing", "no 'nothing'")),
-        (["none/x:nothing"], refuses("none/x", "ModuleNotFoundError")),
+        ([], "PKG.MODULE:CALLABLE or --libraries must"),
+        (["torch.nn.functional:nothing"], "module 'torch.nn.functional' has no 'nothing'"),
+        (["none/x:nothing"], "cannot import 'none/x': No module named 'none/x'"),
     ],
 )
-def test_function_is_not_checked_as_path(capsys, target, refusal):
+def test_function_is_not_checked_as_path(capsys, target, words):
     """A function of `conformance` that is missing or cannot be imported exits with status 2,
     with an error that is not about DST.
     """
-    assert refusal.is_printed_in(error_line(capsys, "conformance", *target))
+    assert words in error_line(capsys, "conformance", *target)
 
 
 # ---- Numbers -------------------------------------------------------------------------------------
