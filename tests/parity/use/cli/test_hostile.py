@@ -556,27 +556,28 @@ def test_layer_kind_is_shown_literally(tmp_path, capsys, kind):
     assert all(line.isprintable() for line in shown.splitlines())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"changed": {"0/0/input": np.float32(1.0)}},
-        {"changed": {"0/0/q": np.float32(1.0)}},
-        {"changed": {"0/0/output": np.ones((1, 5, 8), np.float32)}},
-        {"calls": [{"past": "x", "first_key": 0, "continued_rows": None}]},
-        {"calls": [{"past": 0, "first_key": -3, "continued_rows": None}]},
-        {"calls": [{"past": 0, "first_key": 0, "continued_rows": [7]}]},
-        {"calls": [{"past": 0, "first_key": 0, "continued_rows": 7}]},
-        {"scale": "large"},
-        {"index": None},
-    ],
-)
-def test_impossible_recording_exits_2(tmp_path, capsys, changes):
+IMPOSSIBLE_RECORDINGS = [
+    {"changed": {"0/0/input": np.float32(1.0)}},
+    {"changed": {"0/0/q": np.float32(1.0)}},
+    {"changed": {"0/0/output": np.ones((1, 5, 8), np.float32)}},
+    {"calls": [{"past": "x", "first_key": 0, "continued_rows": None}]},
+    {"calls": [{"past": 0, "first_key": -3, "continued_rows": None}]},
+    {"calls": [{"past": 0, "first_key": 0, "continued_rows": [7]}]},
+    {"calls": [{"past": 0, "first_key": 0, "continued_rows": 7}]},
+    {"scale": "large"},
+    {"index": None},
+]
+
+
+def test_impossible_recording_exits_2(tmp_path, capsys, subtests):
     """A recording with an impossible shape, call, scale or index exits with status 2 and one
     line.
     """
     tap(tmp_path / "a.safetensors")
-    tap(tmp_path / "b.safetensors", **changes)
-    error_line(capsys, "compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    for changes in IMPOSSIBLE_RECORDINGS:
+        with subtests.test(str(changes)):
+            tap(tmp_path / "b.safetensors", **changes)
+            error_line(capsys, "compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
 
 
 # ---- Names ---------------------------------------------------------------------------------------
