@@ -128,7 +128,7 @@ def test_only_one_report_goes_to_stdout(capsys):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ([], "PKG.MODULE:CALLABLE or --libraries must"),
+        ([], "PKG.MODULE:CALLABLE or --libraries"),
         (["torch.nn.functional:nothing"], "module 'torch.nn.functional' has no 'nothing'"),
         (["none/x:nothing"], "cannot import 'none/x': No module named 'none/x'"),
     ],
