@@ -688,7 +688,7 @@ def test_mixing_dtypes_with_cache_raises(device, seq_len, dtype, cache_dtype):
     """A float32 layer with a bfloat16 cache, or the reverse, raises an error."""
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
-    with refuses_type("x", {"x.dtype": dtype, "dtype": cache_dtype}):
+    with refuses_type("x", {"x.dtype": dtype, "cache.keys.dtype": cache_dtype}):
         module(x, module.init_cache(3, 6, cache_dtype))
 
 

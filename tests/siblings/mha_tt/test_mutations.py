@@ -34,7 +34,7 @@ from mha_tt import (
     stages,
     weights,
 )
-from mha_tt.decode import places, step
+from mha_tt.decode import positions, step
 from mha_tt.decode.slots import as_cached
 from mha_tt.device import upload
 from mha_tt.features import latent, norms, rope, temperature
@@ -508,7 +508,7 @@ MUTATIONS = {
     "table of RoPE one position late": at(
         "decode-gqa-rope",
         "step1.module.output",
-        places,
+        positions,
         "cos_and_sin",
         lambda f, positions, *x, **o: f(positions + 1, *x, **o),
     ),
@@ -538,7 +538,7 @@ MUTATIONS = {
     "keys of a step not rotated": at(
         "decode-gqa-rope",
         "step1.module.output",
-        places._MatrixRotation,
+        positions._MatrixRotation,
         "rotate",
         keys_left_alone(),
     ),
