@@ -427,7 +427,10 @@ def _continued(calls: list[TappedCall]) -> list[TappedCall]:
 
 def _rows_of(name: str, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return the values of some sequences; what all sequences share has one row."""
-    axis = x.ndim - len(VALUES[name]) if name in VALUES else 0
+    axis = 0
+    if name in VALUES:
+        # Positions may have a leading axis, for rows and columns.
+        axis = x.ndim - len(VALUES[name])
     if x.shape[axis] == 1:
         return x
     return np.take(x, rows, axis=axis)

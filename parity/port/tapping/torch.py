@@ -131,7 +131,6 @@ def _listening(listeners: Mapping[nn.Module, _TorchListener]) -> Iterator[None]:
         (interface, "get_interface", _get_interface),
         (caches.Cache, "update", _update),
         (caches.Cache, "reorder_cache", _reorder_cache),
-        (caches.EncoderDecoderCache, "reorder_cache", _reorder_both_caches),
     )
     if not _LISTENING:
         for owner, name, replacement in replaced:
@@ -182,22 +181,11 @@ def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **k
 
 def _reorder_cache(self: Any, beam_idx: Tensor) -> Any:
     """Replace `Cache.reorder_cache` while a tap is open."""
-    _notify_of_order(self, beam_idx)
-    return _ORIGINALS["_reorder_cache"](self, beam_idx)
-
-
-def _reorder_both_caches(self: Any, beam_idx: Tensor) -> Any:
-    """Replace `EncoderDecoderCache.reorder_cache` while a tap is open."""
-    _notify_of_order(self, beam_idx)
-    return _ORIGINALS["_reorder_both_caches"](self, beam_idx)
-
-
-def _notify_of_order(cache: Any, beam_idx: Tensor) -> None:
-    """Tell the listeners of a cache which row each sequence of its next call continues."""
     for listeners in _LISTENING:
         for listener in listeners.values():
-            if listener.last_cache is cache:
+            if listener.reordered_cache is self:
                 listener.cache_reordered(beam_idx)
+    return _ORIGINALS["_reorder_cache"](self, beam_idx)
 
 
 # ---- Modules -------------------------------------------------------------------------------------
@@ -303,7 +291,7 @@ class _TorchListener:
         self.past: int | None = None
         self.first_key = 0
         self.cache: Any = None
-        self.last_cache: Any = None
+        self.reordered_cache: Any = None
         self.continued_rows: np.ndarray | None = None
         self.adds_residual = False
         self.num_keys = 0
@@ -389,7 +377,8 @@ class _TorchListener:
             if arguments.get(name) is not None:
                 self.cache = arguments[name]
                 break
-        self.last_cache = self.cache
+        # An encoder and decoder have two caches, which are reordered together.
+        self.reordered_cache = getattr(self.cache, "self_attention_cache", self.cache)
         self.past = _num_cached(self.cache, self.layer.index)
         if not self.past:
             self.continued_rows = None

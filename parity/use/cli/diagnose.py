@@ -24,7 +24,7 @@ from parity.use.cli.options import (
     size_list,
 )
 from parity.use.cli.own_layer import names_of_weights, own_layer
-from parity.use.cli.paths import kinds_of, missing_in
+from parity.use.cli.paths import kind_of, kinds_of, missing_in
 from parity.use.cli.reports import attention_maps, html_option, write_page
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from parity.explain.diagnosis.diagnose import Diagnosis
     from parity.explain.diagnosis.weights.differences import WeightsComparison
-    from parity.port.conversion.layers import FileLayer
     from parity.use.running.report import Report
 
 INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two weight files"
@@ -274,7 +273,7 @@ def _hint_for_folder(paths: Sequence[str]) -> str:
     if len(paths) != 1 or not folder.is_dir():
         return ""
     traces = sorted(folder.rglob("*.safetensors"))
-    if traces and kinds_of([str(traces[0])]) == ["trace"]:
+    if traces and kind_of(str(traces[0])) == "trace":
         command = shlex.join(["mha-parity", "compare", str(folder)])
         return f"`{command}` compares all traces of a folder, and diagnoses the first wrong ones"
     return "with MODULE:FUNCTION, --model is the folder of its model"
@@ -301,23 +300,24 @@ def _diagnose_weights(options: Options, out: Console) -> Result:
         raise refusal("--seconds", "be left out for weight files")
     diagnosis = Diagnosis()
     shown: WeightsComparison | None = None
-    differing: tuple[FileLayer, FileLayer] | None = None
+    differing: tuple[Any, ...] = ()
+    labels = ""
     with pairs_of_layers(options) as pairs:
         with progress_bar(len(pairs.layers)) as on_layer:
             for one, other in pairs.layers:
                 on_layer(one.label)
-                weights = compare_weights(*one.load(), *other.load())
+                layers = (*one.load(), *other.load())
+                weights = compare_weights(*layers)
                 if shown is None or not weights.same:
                     shown = weights
                 if not weights.same:
-                    differing = (one, other)
+                    differing = layers
+                    labels = f"{one.label} and {other.label}"
                     break
-        if differing is not None:
-            one, other = differing
+        if differing:
             with working("searching for bugs"):
-                diagnosis = diagnose_weights(*one.load(), *other.load())
+                diagnosis = diagnose_weights(*differing)
             if len(pairs.layers) > 1:
-                labels = f"{one.label} and {other.label}"
                 text = f"{labels} are the first of {len(pairs.layers)} layers that differ"
                 out.print(text, soft_wrap=True)
     comparison = cast("WeightsComparison", shown)  # there is a layer

@@ -145,7 +145,7 @@ def _registered_name(path: str, tables: dict[str, tuple[str, Layout]]) -> str:
     layout = register_layout(path)
     first_path, first_layout = tables.setdefault(layout.name, (path, layout))
     if not layout.equals(first_layout):
-        rule = f"differ from the table of {first_path}, which is a different table"
+        rule = f"differ from the name in {first_path}, whose table is different"
         raise refusal("the key name", rule, repr(layout.name), where=path)
     return layout.name
 

@@ -277,8 +277,10 @@ def bugs_from_call(case: Case, call: int, observed: Mapping[str, np.ndarray]) ->
             bugs.append(replace(bug, calls=frozenset([call]), when=f"in call {call} alone"))
     bugs += rings.lost_in_call(case, call)
     bugs += serving.reordered(case, call)
-    bugs += serving.blocks(case, call, observed)
-    bugs += serving.exchanges(case, call, observed)
+    moved = moved_slots.moved_slots(case, call, observed)
+    bugs += serving.blocks(case, call, moved)
+    if moved is not None:
+        bugs += serving.exchanges(case, call, moved)
     return bugs
 
 

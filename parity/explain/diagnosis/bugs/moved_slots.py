@@ -1,7 +1,7 @@
 """Slots of a cache whose tokens have moved, as the caches after two calls tell.
 
-A cached token is not computed again, so its numbers are the same in every call, bit by bit. A slot
-that has the numbers of another one after a call got them from there.
+A cached token is not computed again, so its values are the same in every call, bit by bit. A slot
+that has the values of a different slot after a call got them from there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parity.measure.core.reference import Layer
 from parity.measure.text import and_listed
 
 EMPTY, UNKNOWN = 0, -1
-"""The tokens of a slot of zeros, and of one whose numbers no slot had before the call."""
+"""The tokens of a slot of zeros, and of a slot whose values no slot had before the call."""
 
 CONTENTS = ("cache.keys", "cache.latents")
 """The stages of a cache that tell its tokens, the first one observed."""
@@ -82,7 +82,7 @@ def moved_slots(case: Case, call: int, observed: Mapping[str, np.ndarray]) -> Mo
         is_old = np.arange(before.shape[2]) < np.array(case.lengths_before(call))[:, None]
         if is_old.shape != (len(before), before.shape[2]):
             continue
-        # The bits of -0.0 are others than those of 0.0.
+        # -0.0 becomes 0.0, whose bits are different.
         zero = np.zeros((), before.dtype)
         before, after = before + zero, after + zero
         numbers = {np.zeros_like(before[0, :, 0]).tobytes(): EMPTY}
@@ -109,8 +109,8 @@ def exchanging(case: Case, call: int, sources: np.ndarray) -> Edit:
 
     Args:
         case: with a cache.
-        call: the call after which they have.
-        sources: for each slot, as a flat index of (B, S), that of its token.
+        call: the call after which they have them.
+        sources: for each slot, as a flat index of (B, S), the slot of its token.
     """
     num_slots = len(sources) // case.batch
     about = f"tokens are exchanged in the cache: {_words(sources, num_slots)}"

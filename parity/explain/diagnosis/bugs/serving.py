@@ -23,7 +23,7 @@ from parity.explain.diagnosis.bugs.families import (
     PADDING,
     BugFamily,
 )
-from parity.explain.diagnosis.bugs.moved_slots import Change, exchanged_slots, moved_slots
+from parity.explain.diagnosis.bugs.moved_slots import Change, MovedSlots, exchanged_slots
 from parity.explain.diagnosis.bugs.record import Edit, Override, known_bug
 from parity.explain.diagnosis.bugs.sites import NewTokens
 from parity.explain.diagnosis.bugs.sites import before as with_inputs
@@ -529,16 +529,15 @@ def _in_rows(order: np.ndarray, cached: np.ndarray) -> np.ndarray:
 # ---- Blocks of a paged cache ---------------------------------------------------------------------
 
 
-def blocks(case: Case, call: int, observed: Mapping[str, np.ndarray]) -> Iterator[Edit]:
+def blocks(case: Case, call: int, moved: MovedSlots | None) -> Iterator[Edit]:
     """Yield caches in blocks of which two are exchanged, or one is stale, from a call on; if the
-    cache was observed, those that its tokens allow.
+    cache was observed, only changes that its tokens allow.
 
     Args:
         case: with a cache.
         call: the call.
-        observed: the stages.
+        moved: the slots that moved in the call; None if the cache was not observed.
     """
-    moved = moved_slots(case, call, observed)
     calls = frozenset(range(call, len(case.chunks)))
     for name, words, change in _changes_of_blocks(case, call):
         if moved is not None and not moved.may_be(change):
@@ -556,13 +555,10 @@ MOST_BLOCKS = 8
 """The most blocks of a cache for which exchanges are tried: a table of more has many."""
 
 
-def exchanges(case: Case, call: int, observed: Mapping[str, np.ndarray]) -> Iterator[Edit]:
+def exchanges(case: Case, call: int, moved: MovedSlots) -> Iterator[Edit]:
     """Yield the cache whose observed tokens have exchanged their slots in a call, unless these are
     whole blocks or sequences, which have names of their own.
     """
-    moved = moved_slots(case, call, observed)
-    if moved is None:
-        return
     named = [partial(_in_rows, np.array(order)) for order in _orders(case.batch)]
     named += [change for _, _, change in _changes_of_blocks(case, call)]
     if any(moved.may_be(change) for change in named):

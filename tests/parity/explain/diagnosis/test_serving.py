@@ -10,6 +10,7 @@ from wild.rates import Job, judge, judged_names
 from wild.sets import BUGS
 
 import parity
+from parity.explain.diagnosis.bugs.moved_slots import moved_slots
 from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.bugs.serving import (
     MOST_BLOCKS,
@@ -106,7 +107,7 @@ def test_numbers_of_tried_blocks_are_limited():
     """Blocks are tried in all sizes of which the cache has at most `MOST_BLOCKS`."""
     spec = BUGS["serve-slot-late"].problem.spec
     case = parity.Case("long", spec, "", seq_len=65, chunks=(64, 1), capacity=65)
-    abouts = [bug.about for bug in blocks(case, 1, {})]
+    abouts = [bug.about for bug in blocks(case, 1, None)]
     sizes = {int(about.split(" tokens")[0].split()[-1]) for about in abouts}
     assert sizes == {16, 32, 64}
     assert min(sizes) >= 65 / (MOST_BLOCKS + 1)
@@ -228,21 +229,21 @@ def test_observed_tokens_limit_the_blocks():
     case = problem.case
     right = exchanged_in_call(problem, np.copy)
     # A block of new tokens may still be another one.
-    abouts = {bug.about for bug in blocks(case, 2, right)}
+    abouts = {bug.about for bug in blocks(case, 2, moved_slots(case, 2, right))}
     of_old_tokens = "sequences 0 and 1 have exchanged block 0 of 2 tokens"
     assert of_old_tokens not in abouts
-    assert of_old_tokens in {bug.about for bug in blocks(case, 2, {})}
-    assert not list(exchanges(case, 2, right))
-    number = len(list(blocks(case, 2, {})))
+    assert of_old_tokens in {bug.about for bug in blocks(case, 2, None)}
+    assert not list(exchanges(case, 2, moved_slots(case, 2, right)))
+    number = len(list(blocks(case, 2, None)))
     without_one = {name: x for name, x in right.items() if name != "step1.cache.keys"}
-    assert len(list(blocks(case, 2, without_one))) == number > 50
+    assert len(list(blocks(case, 2, moved_slots(case, 2, without_one)))) == number > 50
     lost = exchanged_in_call(
         problem, lambda cached: cached * (np.arange(cached.shape[2]) > 1)[:, None]
     )
-    abouts = {bug.about for bug in blocks(case, 2, lost)}
+    abouts = {bug.about for bug in blocks(case, 2, moved_slots(case, 2, lost))}
     assert "block 0 of 2 tokens of every sequence is stale in the cache: it is empty" in abouts
     assert of_old_tokens not in abouts
-    assert not list(exchanges(case, 2, lost))
+    assert not list(exchanges(case, 2, moved_slots(case, 2, lost)))
 
 
 def test_empty_cache_is_one_finding():
