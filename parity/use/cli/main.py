@@ -26,7 +26,7 @@ from click.shell_completion import shell_complete
 
 from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.use.cli.clone import FROM_A_CLONE, commands_of_a_clone
-from parity.use.cli.command import Command, OneOf, help_option_of
+from parity.use.cli.command import Command, OneOf, Options, help_option_of
 from parity.use.cli.messages import (
     is_writable,
     print_out,
@@ -162,11 +162,7 @@ def _run(words: list[str], project: ProjectOptions) -> int:
         # The help does not depend on a project, whose file may be wrong.
         if not is_help:
             project.read(PROGRAM, words)
-        defaults = {words[0]: project.values}
-        with PROGRAM.make_context(
-            PROGRAM.name, list(words), obj=words, default_map=defaults
-        ) as context:
-            options = PROGRAM.invoke(context)
+        options = _parsed(words, project)
         # Errors are about this command line.
         with options.context.scope(cleanup=False):
             return run_command(options)
@@ -174,6 +170,21 @@ def _run(words: list[str], project: ProjectOptions) -> int:
         return done.exit_code
     except BrokenPipeError:
         return 0  # the reader of the help needs no more
+
+
+def _parsed(words: list[str], project: ProjectOptions) -> Options:
+    """Return the options of a command line and, where it has none, of the project."""
+    defaults = {words[0]: project.values}
+    try:
+        with PROGRAM.make_context(
+            PROGRAM.name, list(words), obj=words, default_map=defaults
+        ) as context:
+            options = PROGRAM.invoke(context)
+    except click.UsageError as error:
+        project.forget_typed(error.ctx)
+        raise
+    project.forget_typed(options.context)
+    return options
 
 
 def _complete(instruction: str) -> int:

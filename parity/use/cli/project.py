@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from parity.use.cli.command import name_of
 from parity.use.cli.messages import names_like, refusal
@@ -27,7 +28,7 @@ class ProjectOptions:
     Attributes:
         path: the file; empty if there is none with a table.
         values: the values by the names of their parameters.
-        keys: the key of each value, with its table, by the option as it is typed.
+        keys: the key of each value, with its table, by its option, such as `--seq-len`.
     """
 
     path: str = ""
@@ -55,9 +56,8 @@ class ProjectOptions:
         for name in program.list_commands(context):
             options_by_command[name] = _options_of(program.get_command(context, name))
         _check_names(table, options_by_command, str(path))
-        command, *own_words = words
+        command = words[0]
         table_of_command = table.get(command, {})
-        keys: dict[str, str] = {}
         for name, option in options_by_command.get(command, {}).items():
             if name in table_of_command:
                 key, value = f"[{TABLE}.{command}] {name}", table_of_command[name]
@@ -66,9 +66,17 @@ class ProjectOptions:
             else:
                 continue
             self.values[str(option.name)] = _as_typed(value, option, f"{path}: {key}")
-            if not _is_typed(option, own_words):
-                keys[name_of(option)] = key
-        self.path, self.keys = str(path), keys
+            self.keys[name_of(option)] = key
+        self.path = str(path)
+
+    def forget_typed(self, context: click.Context | None) -> None:
+        """Forget the keys of options that the command line of a context sets itself."""
+        if context is None:
+            return
+        for parameter in context.command.params:
+            source = context.get_parameter_source(str(parameter.name))
+            if isinstance(parameter, click.Option) and source is not ParameterSource.DEFAULT_MAP:
+                self.keys.pop(name_of(parameter), None)
 
     def named_in(self, text: str) -> str:
         """Return the text of an error with the keys of the file instead of the options that it
@@ -85,18 +93,6 @@ class ProjectOptions:
             before, after = re.split(pattern, text, maxsplit=1)
             text = f"{before}{key}{re.sub(pattern, name, after)}"
         return f"{self.path}: {text}" if is_named else text
-
-
-def _is_typed(option: click.Option, words: Sequence[str]) -> bool:
-    """Return whether the words of a command line have an option."""
-    flags = {*option.opts, *option.secondary_opts}
-    for word in words:
-        flag, _, _ = word.partition("=")
-        if word.startswith("-") and not word.startswith("--"):
-            flag = word[:2]  # a value may follow without a space
-        if flag in flags:
-            return True
-    return False
 
 
 def _check_names(
