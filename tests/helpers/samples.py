@@ -42,11 +42,10 @@ def sample(
 ) -> pytest.MarkDecorator:
     """Mark a test with the rows that `make test` runs.
 
-        @sample(name=["OLMo 2"])            # rows with this value of the parameter
-        @sample(where=lambda case, name: (case, name) in FIRST)     # rows that a function of its
-        parameters accepts @sample(jax=1)                      # one row in JAX, which compiles a
-        program for each row; all in torch @sample(12, jax=2)                  # twelve rows, two of
-        them in JAX
+        @sample(name=["OLMo 2"])  # rows with this value of the parameter
+        @sample(where=is_usual)  # rows whose parameters a function of them accepts
+        @sample(jax=1)  # one row in JAX, which compiles a program for each row; all in torch
+        @sample(12, jax=2)  # twelve rows, two of them in JAX
 
     A number of rows covers as many pairs of values as it can. The choice depends on the seed and
     the ids of the rows: not on their order, the order of decorators or the name of the test. With
