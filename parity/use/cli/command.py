@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import click
+from click.core import augment_usage_errors
 from click.shell_completion import CompletionItem
 
 ALL_COMMANDS = "all commands"
@@ -86,6 +87,12 @@ class Command(click.Command):
         self.forms = forms
         self.has_quiet_form = has_quiet_form
         self.may_write = may_write
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words of a command line into the context."""
+        # An error of click's parser does not know the command.
+        with augment_usage_errors(ctx):
+            return super().parse_args(ctx, args)
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
         """Return the option for the help."""

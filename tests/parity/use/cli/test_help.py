@@ -250,7 +250,7 @@ USAGE_ERRORS = {
     "plot a b --input c --case d": "--case cannot be combined with --input; ",
     "run -v -q": "--quiet cannot be combined with --verbose; ",
     "run --jobs x": "--jobs 'x' is not a valid integer; `mha-parity run --help` ",
-    "run --jobs": "option '--jobs' requires an argument; ",
+    "run --jobs": "option '--jobs' requires an argument; `mha-parity run --help` ",
     "run --jobs --grad": "option '--jobs' requires an argument; ",
     "run --quiet=3": "option '--quiet' does not take a value; ",
     "run --layers x": "--layers ",
