@@ -78,6 +78,9 @@ class InputError(ValueError):
     def __str__(self) -> str:
         if isinstance(self.got, str):
             got = [self.got]
+        elif list(self.got) == [self.argument] and self.got[self.argument] is not True:
+            # The message begins with its name. (A flag that is set has no value.)
+            got = [_value(self.argument, self.got[self.argument])]
         else:
             got = [_setting(*item) for item in self.got.items()]
         advice = [_alternatives(_each(self.remedy)), self.hint]
@@ -195,11 +198,19 @@ def _shown_with_arrays(value: Any) -> str:
 
 
 def _setting(name: str, value: object) -> str:
+    """Return a value with its name, as a caller writes it: `name=value` or `--name value`."""
     if not name.startswith("-"):
-        return f"{name}={_shown(value)}"
+        return f"{name}={_value(name, value)}"
     if value is True:
         return name
-    return f"{name} {shlex.quote(value) if isinstance(value, str) else _shown(value)}"
+    return f"{name} {_value(name, value)}"
+
+
+def _value(name: str, value: object) -> str:
+    """Return a value as a caller writes it; text is quoted for Python or, after a flag, a shell."""
+    if name.startswith("-") and isinstance(value, str):
+        return shlex.quote(value)
+    return _shown(value)
 
 
 def _each(remedy: Remedy) -> Sequence[Mapping[str, Any]]:

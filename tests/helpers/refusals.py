@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mha_spec import InputError, InputTypeError
-from mha_spec.errors import _each, _setting
+from mha_spec.errors import _each, _setting, _value
 
 
 class Refuses:
@@ -101,10 +101,21 @@ class Refuses:
             said != ""
             and found is not None
             and self.where in (found["where"] or "")
-            and (self.got in got if isinstance(self.got, str) else _are_listed(self.got, got))
+            and self._is_passed_in(got)
             and _are_listed(self.remedy, advice or said.partition("; ")[2])
             and self.hint in said
         )
+
+    def _is_passed_in(self, got: str) -> bool:
+        """Return whether the values are in the part of a message after "got"."""
+        if isinstance(self.got, str):
+            return self.got in got
+        if list(self.got) == [self.argument]:
+            # The only value has no name if it is the argument's.
+            value = self.got[self.argument]
+            if value is ... or got == _value(self.argument, value):
+                return True
+        return _are_listed(self.got, got)
 
     def _pattern(self) -> str:
         return ".*".join(map(re.escape, self.argument.split("…")))

@@ -29,7 +29,9 @@ def test_message_has_argument_and_values():
     [
         (InputError("a", "be b"), "a must be b"),
         (InputError("a", "be b", "neither"), "a must be b, got neither"),
-        (InputError("a", "be b", a="1"), "a must be b, got a='1'"),
+        (InputError("a", "be b", a="1"), "a must be b, got '1'"),
+        (InputError("--a", "be b", {"--a": "1 2"}), "--a must be b, got '1 2'"),
+        (InputError("--a", "be b", {"--a": True}), "--a must be b, got --a"),
         (
             InputError("a", "be b", {"a.dtype": np.dtype("int8")}, c=None, d=0),
             "a must be b, got a.dtype=int8, c=None and d=0",
@@ -45,7 +47,7 @@ def test_message_has_argument_and_values():
             "a must be b; c=1 with d=2 or c=2 or c=3 (or 1 more) fits",
         ),
         (InputError("a", "be b", where="w").within("v"), "v: w: a must be b"),
-        (InputError("a", "be b", a=10**5000), "a must be b, got a=a int"),
+        (InputError("a", "be b", a=10**5000), "a must be b, got a int"),
         (
             InputError("a", "be b", a=np.zeros((2, 3), np.int8), c=np.float32(2), d=[1, 2]),
             "a must be b, got a=ndarray(shape=(2, 3), dtype=int8), c=2.0 and d=[1, 2]",

@@ -312,6 +312,7 @@ class _SignalHandlers:
         self._replaced: dict[int, Any] = {}
         self._has_raised = False
         self._deadline = math.inf
+        self._former_hook = sys.unraisablehook
 
     def __enter__(self) -> _SignalHandlers:
         if threading.current_thread() is not threading.main_thread():
@@ -321,9 +322,13 @@ class _SignalHandlers:
             if number is None or signal.getsignal(number) in (signal.SIG_IGN, None):
                 continue
             self._replaced[number] = signal.signal(number, self._interrupt)
+        self._former_hook = sys.unraisablehook
+        sys.unraisablehook = self._raise_again
         return self
 
     def __exit__(self, *_: object) -> None:
+        if sys.unraisablehook == self._raise_again:
+            sys.unraisablehook = self._former_hook
         if getattr(signal, "SIGALRM", None) in self._replaced:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._replaced.items():
@@ -355,6 +360,18 @@ class _SignalHandlers:
             return
         self._has_raised = True
         raise KeyboardInterrupt
+
+    def _raise_again(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Raise KeyboardInterrupt once more if Python dropped it: exceptions in a finalizer or a
+        callback reach nobody.
+        """
+        if self.received is None or not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            self._former_hook(unraisable)
+            return
+        self._has_raised = False
+        if hasattr(signal, "setitimer"):
+            self._handle_alarm()
+            signal.setitimer(signal.ITIMER_REAL, POLL)
 
     def _handle_alarm(self) -> None:
         handler = signal.signal(signal.SIGALRM, self._interrupt)

@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from helpers.llama_folder import make_model
 
 from parity.measure.core.packages import OPTIONAL
+from parity.use.cli.main import _SignalHandlers
 
 # Help by click, a list, a table, JSON and source code: a different module prints each of them.
 COMMANDS = (
@@ -66,6 +68,29 @@ def test_interrupted_import_exits_130(module):
     )
     assert done.returncode == 130
     assert done.stderr == b"mha-parity: interrupted\n"
+
+
+def test_interrupt_in_a_finalizer_counts():
+    """SIGINT while a finalizer runs, whose exceptions Python drops, interrupts the code after
+    it.
+    """
+
+    class Interrupts:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def run_finalizer():
+        with _SignalHandlers(for_good=False) as signals:
+            Interrupts()
+            assert signals.received == signal.SIGINT
+            time.sleep(60)  # until the interrupt
+
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_finalizer()
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def test_use_of_transformers_is_listed():
