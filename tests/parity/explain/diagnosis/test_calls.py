@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from helpers.samples import sample
 
 from mha_spec import AttentionSpec, Rope
 from parity import Case, make_problem
@@ -51,6 +52,7 @@ PAIRS = [
 ]
 
 
+@sample(6)
 @pytest.mark.parametrize("has_stages", [True, False])
 @pytest.mark.parametrize(("in_prompt", "in_steps"), PAIRS)
 def test_two_bugs_of_a_stage_by_calls(in_prompt, in_steps, has_stages):
@@ -67,6 +69,7 @@ def test_two_bugs_of_a_stage_by_calls(in_prompt, in_steps, has_stages):
     assert {stage[:5] for stage in second.stages} == {"step1", "step2", "step3"}
 
 
+@sample(has_stages=[True])
 @pytest.mark.parametrize("has_stages", [True, False])
 def test_unknown_steps_limit_a_bug(has_stages):
     """If no known bug explains the steps, the bug of the prompt is named for the first call."""

@@ -710,6 +710,8 @@ def test_wrong_module_output_is_a_pattern():
     assert (diagnosis.kind, diagnosis.unnamed[0].stage) == ("pattern", "module.output")
 
 
+@pytest.mark.thorough
+@pytest.mark.costly("the search tries all pairs of bugs before patterns")
 def test_wrong_module_output_with_a_cache():
     """A module's output of a call with a cache that nothing explains is unknown, although edits of
     caches read stages that its own path does not have.
