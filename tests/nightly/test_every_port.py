@@ -17,7 +17,7 @@ from helpers import ROOT
 from wild.accepted import ACCEPTED
 from wild.audit import is_right, measured
 from wild.how import How
-from wild.rates import Job, first_said, is_caught, is_clean, is_placed, jobs, judge, judged_names
+from wild.rates import Job, first_said, is_caught, is_clean, is_located, jobs, verdict_on, grade_of
 from wild.records import STYLES, Right, half, port_of
 from wild.sets import BUGS, CASES, RIGHTS
 
@@ -77,29 +77,29 @@ def test_right_ports_raise_no_alarm(style):
         for job in jobs(["known", "apart"], [style])
         if job.id in RIGHTS and job.record.how.mode != "compile"
     ]
-    verdicts = list(map(judge, asked))
+    verdicts = list(map(verdict_on, asked))
     alarms = [verdict for verdict in verdicts if not is_clean(verdict)]
     assert [verdict["id"] for verdict in alarms if verdict["half"] == "known"] == []
     assert len(alarms) == 0
 
 
 @pytest.mark.parametrize("which", ["known", "apart"])
-def test_bugs_are_caught_and_mostly_placed(which):
-    """With stages, every sampled bug is caught, at least 90% are placed, and no name is wrong or
+def test_bugs_are_caught_and_mostly_located(which):
+    """With stages, every sampled bug is caught, at least 90% are located, and no name is wrong or
     unclassified; for the half `apart` only the numbers are reported.
     """
     of_stages = [job for job in jobs([which]) if job.id in BUGS and not job.output_only]
-    verdicts = list(map(judge, of_stages[SOME]))
-    missed, placed = (
+    verdicts = list(map(verdict_on, of_stages[SOME]))
+    missed, num_located = (
         [verdict for verdict in verdicts if not is_caught(verdict)],
-        sum(map(is_placed, verdicts)),
+        sum(map(is_located, verdicts)),
     )
     assert [verdict["id"] for verdict in missed if which == "known"] == []
     assert len(missed) == 0
-    assert placed >= 0.9 * len(verdicts)
-    judgements = Counter(map(judged_names, verdicts))
-    assert judgements["wrong"] == 0
-    assert judgements["to be judged"] == 0
+    assert num_located >= 0.9 * len(verdicts)
+    grades = Counter(map(grade_of, verdicts))
+    assert grades["wrong"] == 0
+    assert grades["to be classified"] == 0
 
 
 def test_edit_without_effect_raises():
@@ -129,10 +129,10 @@ def test_wrong_output_is_not_right(monkeypatch):
 
 def test_verdict_of_bug_and_of_right_port():
     """A verdict on a bug names its first stage; one on a right port is clean."""
-    caught = judge(Job("nanogpt-no-scale"))
+    caught = verdict_on(Job("nanogpt-no-scale"))
     assert is_caught(caught)
     assert caught["first"] == caught["stage"] == "scores"
-    clean = judge(Job("nanogpt/gpt-0/float32/eager-wide-inf/plain"))
+    clean = verdict_on(Job("nanogpt/gpt-0/float32/eager-wide-inf/plain"))
     assert is_clean(clean)
     assert not is_caught(clean)
     assert first_said("output", ["attn_weights"]) == "attn_weights"
@@ -148,7 +148,7 @@ def test_every_bug_has_its_accepted_names():
 def named(which, *findings):
     """Classify the names of a verdict, each with the bugs from which it cannot be distinguished."""
     said = {"findings": [{"bugs": names, "others": others} for names, others in findings]}
-    return judged_names(
+    return grade_of(
         {"id": which, "names": [name for names, _ in findings for name in names], "said": said}
     )
 
@@ -166,7 +166,7 @@ def test_names_of_verdict_are_classified():
         named("nanogpt-no-scale", (["scale-squared"], [scale]), (["mask-ignored"], [])) == "wrong"
     )
     assert named("nanogpt-head-3-louder", (["scale-missing"], [scale])) == "wrong"
-    assert named("a bug of tomorrow", (["scale-missing"], [])) == "to be judged"
+    assert named("a bug of tomorrow", (["scale-missing"], [])) == "to be classified"
 
 
 def test_pairs_of_names_are_classified():

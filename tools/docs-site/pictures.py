@@ -140,7 +140,7 @@ def funnel_counts(bug: str) -> tuple[dict[str, int], str]:
     changing = [
         bug for bug in trial.known if not np.array_equal(expected, trial.stage(stage, (bug,)))
     ]
-    fitting = [bug for bug in changing if trial.judgement(stage, (bug,)).ratio <= 1.0]
+    fitting = [bug for bug in changing if trial.deviation(stage, (bug,)).ratio <= 1.0]
     left = [bug for bug in fitting if not trial.wrong(right, (bug,))]
     counts = {
         "known bugs": len(page_by_bug()),

@@ -25,7 +25,7 @@ import numpy as np
 
 from mha_spec import InputError
 from parity.explain.diagnosis.at_size import (
-    Judge,
+    DiagnosePart,
     diagnosed_by_first_call,
     diagnosed_by_samples,
 )
@@ -201,17 +201,17 @@ def _diagnosed_forward(
     """Find the bugs in stages of the forward pass: see `diagnose_stages`."""
     problem = reference.problem
     known = {comparison.stage: comparison for comparison in comparisons}
-    judge = partial(_diagnosed, arithmetic, candidates)
+    diagnose_part = partial(_diagnosed, arithmetic, candidates)
     if not is_large(problem):
         compared = WholeStages(stages, reference, arithmetic, known)
         with single_threaded():
-            diagnosis = judge(Part.of_all(stages, reference), EVERYTHING, Work(seconds))
+            diagnosis = diagnose_part(Part.of_all(stages, reference), EVERYTHING, Work(seconds))
     elif problem.case.is_cached:
         diagnosis, compared = _diagnosed_by_calls(
-            stages, reference, arithmetic, known, judge, seconds
+            stages, reference, arithmetic, known, diagnose_part, seconds
         )
     else:
-        diagnosis, compared = _diagnosed_at_size(stages, reference, arithmetic, judge, seconds)
+        diagnosis, compared = _diagnosed_at_size(stages, reference, arithmetic, diagnose_part, seconds)
     return _measured_as_a_whole(diagnosis, compared)
 
 
@@ -371,7 +371,7 @@ def _diagnosed_by_calls(
     reference: Reference,
     arithmetic: str,
     known: Mapping[str, Comparison],
-    judge: Judge,
+    diagnose_part: DiagnosePart,
     seconds: float,
 ) -> tuple[Diagnosis, WholeStages]:
     """Diagnose the calls of a large layer with a cache, the first one alone if possible."""
@@ -384,7 +384,7 @@ def _diagnosed_by_calls(
     first_compared = WholeStages(of_first_call, reference, arithmetic, known, FIRST_CALL)
     first = first_call(problem, stages, first_compared)
     every_call = Part.of_all(stages, reference)
-    diagnosis = diagnosed_by_first_call(first, every_call, judge, seconds)
+    diagnosis = diagnosed_by_first_call(first, every_call, diagnose_part, seconds)
     return diagnosis, WholeStages(ordered, reference, arithmetic, known)
 
 
@@ -392,7 +392,7 @@ def _diagnosed_at_size(
     stages: Mapping[str, np.ndarray],
     reference: Reference,
     arithmetic: str,
-    judge: Judge,
+    diagnose_part: DiagnosePart,
     seconds: float,
 ) -> tuple[Diagnosis, WholeStages]:
     """Diagnose the stages of a large layer without a cache: read as a whole, and searched in
@@ -408,7 +408,7 @@ def _diagnosed_at_size(
         kind = view.choice.arithmetic or arithmetic
         compared = WholeStages(view.values, reference, kind, passed=view.agreed)
         whole = Whole(reference.problem, view.values, compared, remembered)
-        diagnosis = diagnosed_by_samples(whole, judge, seconds / len(views))
+        diagnosis = diagnosed_by_samples(whole, diagnose_part, seconds / len(views))
         diagnosis = view.completed(diagnosis)
         if not diagnosis.is_wrong:
             return diagnosis, compared

@@ -34,7 +34,7 @@ from parity.explain.diagnosis.search import SearchResult, search
 from parity.explain.diagnosis.trial import WIDE_ENOUGH, Form, LayerKey, Scope, Trial, remembering
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.blas import single_threaded
-from parity.measure.core.compare import SAME_PRECISION, Judgement, budget
+from parity.measure.core.compare import SAME_PRECISION, Deviation, budget
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import STAGES_BETWEEN
 from parity.measure.core.stages import (
@@ -437,10 +437,10 @@ def _with_first(diagnosis: Diagnosis, trial: GradientTrial, stage: str) -> Diagn
     """Return a diagnosis with its first wrong gradient, unless an earlier stage is wrong."""
     if diagnosis.stage or not stage:
         return diagnosis
-    judgement = Judgement(0.0, 0.0)
+    deviation = Deviation(0.0, 0.0)
     if stage in trial.observed:
-        judgement = trial.judgement(stage, ())
-    return replace(diagnosis, stage=stage, error=judgement.error, ratio=judgement.ratio)
+        deviation = trial.deviation(stage, ())
+    return replace(diagnosis, stage=stage, error=deviation.error, ratio=deviation.ratio)
 
 
 def _shaped(

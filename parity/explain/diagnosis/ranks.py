@@ -239,7 +239,7 @@ class _RankStages:
         for name in exact:
             if name not in observed:
                 continue
-            comparison = self._judged(name, observed[name], exact, noisy, rank, right)
+            comparison = self._compare_stage(name, observed[name], exact, noisy, rank, right)
             if not comparison.passed:
                 return comparison
         return None
@@ -250,7 +250,7 @@ class _RankStages:
             self.first_wrong(observed, rank, bug) is None for rank, observed in enumerate(of_ranks)
         )
 
-    def _judged(
+    def _compare_stage(
         self, name: str, actual: np.ndarray, exact: Values, noisy: Values, rank: int, right: Values
     ) -> Comparison:
         """Compare a stage with its expected values, with the noise of the right ones."""

@@ -8,13 +8,13 @@ import numpy as np
 
 from parity.explain.diagnosis.diagnose import SECONDS, Diagnosis, Finding, diagnose_trace
 from parity.measure.core.compare import Comparison, first_difference
-from parity.measure.core.trace import Reference, Trace, judge
+from parity.measure.core.trace import Reference, Trace, compare_trace
 
 
-def judge_together(traces: Sequence[Trace]) -> list[list[Comparison]]:
+def compare_together(traces: Sequence[Trace]) -> list[list[Comparison]]:
     """Compare each trace with the reference, which is computed once for all."""
     expected = Reference(traces[0].problem, any(trace.with_gradients for trace in traces))
-    return [judge(trace, expected) for trace in traces]
+    return [compare_trace(trace, expected) for trace in traces]
 
 
 def distances(one: Trace, other: Trace, sides: Sequence[Sequence[Comparison]]) -> dict[str, float]:

@@ -31,10 +31,10 @@ from parity.measure.core.compare import (
     NOT_MEASURED,
     NOTHING,
     SAME_PRECISION,
-    Judgement,
+    Deviation,
     budget,
     is_close,
-    judged,
+    deviation_of,
     norms_of,
     size_of,
     unit_of_rounding,
@@ -129,7 +129,7 @@ class Scope:
     """Limits of a search.
 
     Attributes:
-        judged: names of the stages to compare; all observed stages by default.
+        compared_stages: names of the stages to compare; all observed stages by default.
         only: names or descriptions of the bugs to try; all known bugs by default.
         is_quick: True to try single bugs only, and to leave unexplained stages without a
             description.
@@ -137,7 +137,7 @@ class Scope:
             unexplained one follow from it.
     """
 
-    judged: frozenset[str] | None = None
+    compared_stages: frozenset[str] | None = None
     only: frozenset[str] | None = None
     is_quick: bool = False
     is_one_by_one: bool = False
@@ -252,7 +252,7 @@ class Trial:
         self._layers: dict[LayerKey, _EditedLayer] = {}
         self._bytes = 0
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
-        self._judgements: dict[tuple[Any, ...], Judgement] = {}
+        self._deviations: dict[tuple[Any, ...], Deviation] = {}
 
     # ---- The right layer -------------------------------------------------------------------------
 
@@ -299,10 +299,10 @@ class Trial:
     def stages(self) -> list[str]:
         """The names of the compared stages, in the order of the data flow."""
         stages = [name for name in self.values if name in self.observed]
-        judged = self.scope.judged
-        if judged is None:
+        compared_stages = self.scope.compared_stages
+        if compared_stages is None:
             return stages
-        return [name for name in stages if name in judged]
+        return [name for name in stages if name in compared_stages]
 
     def of_path(self, path: str) -> list[str]:
         """Return the compared stages of a path of a module; for an empty path, of the stage
@@ -617,9 +617,9 @@ class Trial:
 
     # ---- Tolerances ------------------------------------------------------------------------------
 
-    def judgement(
+    def deviation(
         self, stage: str, edits: Edits, *, quick: bool = False, arithmetic: str = ""
-    ) -> Judgement:
+    ) -> Deviation:
         """Compare an observed stage with the one that has edits.
 
         Args:
@@ -629,11 +629,11 @@ class Trial:
             arithmetic: the one that determines the budget; by default the hardware's.
         """
         key = (stage, edits, quick, arithmetic)
-        if key not in self._judgements:
-            self._judgements[key] = self._judged(*key)
-        return self._judgements[key]
+        if key not in self._deviations:
+            self._deviations[key] = self._compute_deviation(*key)
+        return self._deviations[key]
 
-    def _judged(self, stage: str, edits: Edits, quick: bool, arithmetic: str) -> Judgement:
+    def _compute_deviation(self, stage: str, edits: Edits, quick: bool, arithmetic: str) -> Deviation:
         expected = self.stage(stage, edits)
         if self.observed[stage].shape != expected.shape:
             return NOT_MEASURED
@@ -643,15 +643,15 @@ class Trial:
         # of the right layer says nothing about them.
         is_quantized = self.problem.case.cache_quantization is not None
         if quick and not is_quantized:
-            return judged(*compared, self._about_allowed(stage, expected), stage)
+            return deviation_of(*compared, self._about_allowed(stage, expected), stage)
         allowed = self.allowed(stage, edits, arithmetic)
-        judgement = judged(*compared, allowed, stage)
-        if not is_close(judgement.ratio) or any(edit.is_loss for edit in edits):
-            return judgement
+        deviation = deviation_of(*compared, allowed, stage)
+        if not is_close(deviation.ratio) or any(edit.is_loss for edit in edits):
+            return deviation
         for recount in self._recounts:
             again = recount.allowed(stage, edits, arithmetic)
             allowed = {norm: max(limit, again[norm]) for norm, limit in allowed.items()}
-        return judged(*compared, allowed, stage)
+        return deviation_of(*compared, allowed, stage)
 
     def compared(self, stage: str, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return an observed stage and its expected values without the cells that are not
@@ -699,7 +699,7 @@ class Trial:
             return False
         spend_on(expected)
         actual, expected = _compared_cells(actual, expected, unused, stage)
-        return judged(actual, expected, self.allowed(stage, edits, form=form), stage).ratio <= 1.0
+        return deviation_of(actual, expected, self.allowed(stage, edits, form=form), stage).ratio <= 1.0
 
     def allowed(
         self,
@@ -771,7 +771,7 @@ class Trial:
         """Return the stages that edits do not explain."""
         wrong: list[str] = []
         for stage in stages:
-            if self.judgement(stage, edits).ratio > 1.0:
+            if self.deviation(stage, edits).ratio > 1.0:
                 wrong.append(stage)
         return wrong
 

@@ -83,7 +83,7 @@ POSITIONS = 64
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Deviation:
     """Distance of an array from the expected one, and its tolerance.
 
     Attributes:
@@ -120,7 +120,7 @@ class Label(NamedTuple):
     stage: str
 
 
-NOT_MEASURED = Judgement(math.inf, math.inf)
+NOT_MEASURED = Deviation(math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -314,9 +314,9 @@ def why_incomparable(
     return ""
 
 
-def judged(
+def deviation_of(
     actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
-) -> Judgement:
+) -> Deviation:
     """Compare an array with the expected one, of the same shape, by the tolerance in each norm."""
     actual, expected = whole_rows(actual, stage), whole_rows(expected, stage)
     errors = errors_of(actual, expected)
@@ -336,7 +336,7 @@ def judged(
     error = measured["rms"]
     if stage_named(stage).is_exact:
         error = float(errors.mean())
-    return Judgement(error, ratios[norm], norm, measured, allowed)
+    return Deviation(error, ratios[norm], norm, measured, allowed)
 
 
 def measure(
@@ -359,25 +359,25 @@ def measure(
     stage = label.stage
     actual = whole_rows(actual, stage).astype(np.float64)
     expected = whole_rows(expected, stage).astype(np.float64)
-    judgement = judged(actual, expected, allowed, stage)
+    deviation = deviation_of(actual, expected, allowed, stage)
     errors = errors_of(actual, expected)
-    if judgement.norm == "zeros":
+    if deviation.norm == "zeros":
         errors = with_wrong_zeros(errors, actual, expected, allowed)
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
     with np.errstate(over="ignore"):  # the error of an expected 0 may overflow
         ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
     reason = _what_is_not_finite(actual, expected)
-    if not reason and judgement.has_wrong_zeros:
+    if not reason and deviation.has_wrong_zeros:
         reason = WRONG_ZEROS
-    status = "passed" if judgement.ratio <= 1.0 else "failed"
+    status = "passed" if deviation.ratio <= 1.0 else "failed"
     return Comparison(
         *label,
         status=status,
-        error=judgement.measured[judgement.norm],
-        budget=allowed[judgement.norm],
-        ratio=judgement.ratio,
-        norm=judgement.norm,
-        max_abs=judgement.measured["max"],
+        error=deviation.measured[deviation.norm],
+        budget=allowed[deviation.norm],
+        ratio=deviation.ratio,
+        norm=deviation.norm,
+        max_abs=deviation.measured["max"],
         max_ulp=float(ulps.max()),
         pcc=_correlation(actual, expected),
         worst_index=dict(zip(axis_names(stage, errors.ndim), map(int, worst), strict=True)),

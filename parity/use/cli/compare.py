@@ -77,7 +77,7 @@ def run(options: Options) -> Result:
     _check_without_weights(options)
     maps = attention_maps(options)
     with working("comparing traces with the reference"):
-        report = compare_traces(options.files, on_judged=maps)
+        report = compare_traces(options.files, on_compared=maps)
     return print_and_write(options, report, maps)
 
 

@@ -187,7 +187,7 @@ def run(options: Options) -> Result:
         diagnosis, report = _diagnose_function(options, out)
     elif len(options.files) <= 2 and _are_traces(options.files, kinds):
         diagnosis = _diagnose_traces(options, out)
-        report = None if options.html is None else compare_traces(options.files, on_judged=maps)
+        report = None if options.html is None else compare_traces(options.files, on_compared=maps)
     elif len(options.files) == 2:
         return _diagnose_weights(options, out)
     else:
@@ -343,7 +343,7 @@ def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
     """Return the diagnosis of one trace, or of the one of two whose first wrong stage comes
     first.
     """
-    from parity.explain.diagnosis.traces import diagnose_worst, distances, judge_together
+    from parity.explain.diagnosis.traces import diagnose_worst, distances, compare_together
     from parity.measure.core.compare import first_difference
     from parity.use.reporting.console import working
     from parity.use.reporting.diagnosis import print_divergence
@@ -360,7 +360,7 @@ def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
             replace(trace, folder=path, is_named_by_folder=True)
             for trace, path in zip(traces, files, strict=True)
         ]
-    sides = judge_together(traces)
+    sides = compare_together(traces)
     if len(traces) > 1:
         print_divergence(
             sides, distances(traces[0], traces[1], sides), out, verbose=options.verbose

@@ -175,7 +175,7 @@ def run(options: Options) -> Result:
         raise ModuleNotFoundError(no_framework())
     arguments: dict[str, Any] = {
         "with_gradients": options.grad,
-        "on_judged": maps,
+        "on_compared": maps,
         # The device is torch's, wherever it runs.
         "device": "cpu" if "torch" in pythons else options.device,
     }

@@ -121,7 +121,7 @@ class AttentionMap:
 
 class AttentionMaps(dict[Key, AttentionMap]):
     """Attention maps by case, dtype and backend, collected during a run: pass it to `run_cases` as
-    `on_judged`.
+    `on_compared`.
 
     A case that passed has the first heads of the first sequence, at the last step of a cache. A
     case that failed has the sequence, head and step of the worst weight.

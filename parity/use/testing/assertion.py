@@ -134,7 +134,7 @@ def assert_parity(
         ...
     """
     __tracebackhide__ = True
-    comparisons, diagnosis = judge(
+    comparisons, diagnosis = compare_and_diagnose(
         actual,
         expected,
         same_precision=same_precision,
@@ -151,7 +151,7 @@ def assert_parity(
         raise AssertionError(text)
 
 
-def judge(
+def compare_and_diagnose(
     actual: Any,
     expected: Any = None,
     *,

@@ -42,9 +42,9 @@ def varied(name, spec, **fields):
     return replace(CASES[name], spec=replace(CASES[name].spec, **spec), **fields)
 
 
-JUDGED = {"automatic": [varied("relative-bias-padded", {"out_proj": False})]}
+COMPARED = {"automatic": [varied("relative-bias-padded", {"out_proj": False})]}
 # With explicit axes, each operation must declare the type of its result.
-JUDGED["explicit"] = [
+COMPARED["explicit"] = [
     CASES["latent-window"],
     varied(
         "nan-hidden-norm", {"gate": Gate(), "value_head_dim": 8}, random_mask=True, not_finite=None
@@ -69,10 +69,10 @@ def on(mesh, *axes):
 # ---- Stages of cases, compared within the budget -------------------------------------------------
 
 
-def judged(kind):
+def comparisons_of(kind):
     """Return the number of compared stages of each case in `mha-parity mesh`, and the errors."""
     plan = MeshPlan(data=2, tensor=2, axes=kind)
-    report = run_on_mesh(JUDGED[kind], ["jax"], plan, with_gradients=True)
+    report = run_on_mesh(COMPARED[kind], ["jax"], plan, with_gradients=True)
     wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
     wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
     return [Counter(each.case for each in report.comparisons), wrong]
@@ -252,4 +252,4 @@ def mapped():
 
 if __name__ == "__main__":
     found = {f.__name__: f() for f in (programs, generated, mapped)}
-    print(json.dumps(found | {"judged": {kind: judged(kind) for kind in KINDS}}))
+    print(json.dumps(found | {"compared": {kind: comparisons_of(kind) for kind in KINDS}}))

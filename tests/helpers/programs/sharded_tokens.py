@@ -188,7 +188,7 @@ def attended(name):
 # ---- Layers --------------------------------------------------------------------------------------
 
 
-def judged():
+def compare_plans():
     """Return the number of passed stages in `mha-parity mesh` of cases with divided tokens, and the
     errors.
     """
@@ -398,7 +398,7 @@ if __name__ == "__main__":
     }
     if not wanted:
         found |= {
-            "judged": judged(),
+            "compared": compare_plans(),
             "generated": {kind: generated(kind) for kind in KINDS},
             "mapped": mapped(),
         }

@@ -394,17 +394,17 @@ def test_correct_layer_passes_each_sample(case):
     given = edited_layer(problem, "float64", ()).forward()
     whole = Whole(problem, given, WholeStages(given, Reference(problem), "ieee"), Remembered())
     kinds = (TokenSamples(whole), RowSamples(whole, whole.other_stages))
-    judged = set()
+    compared_stages = set()
     for part in (part for samples in kinds for part in (*samples.parts(), *samples.confirming())):
         values = run_steps(edited_layer(part.problem, "float64", ()).steps())
         for stage, x in part.observed.items():
-            if part.judged is None or stage in part.judged:
-                judged.add(stage)
+            if part.compared_stages is None or stage in part.compared_stages:
+                compared_stages.add(stage)
                 np.testing.assert_allclose(
                     values[stage], x, rtol=1e-9, atol=1e-12, err_msg=f"{stage}: {part.words}"
                 )
-    assert judged >= {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
-    assert ("latents" in judged) == (case.spec.latent is not None)
+    assert compared_stages >= {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
+    assert ("latents" in compared_stages) == (case.spec.latent is not None)
 
 
 GROUPS = replace(BERT.spec, num_kv_heads=2, qkv_bias=False)
@@ -500,7 +500,7 @@ def test_quick_noise_grows_with_the_values(problems):
         problems["bert"], {"output": given_by(problems["bert"], "softmax-log")["output"]}, "ieee"
     )
     ratios = [
-        trial.judgement("output", (made,), quick=is_quick).ratio for is_quick in (True, False)
+        trial.deviation("output", (made,), quick=is_quick).ratio for is_quick in (True, False)
     ]
     assert 0.2 < ratios[0] / ratios[1] < 5.0
 

@@ -26,7 +26,7 @@ from parity.measure.core.problem import make_problem
 from parity.measure.core.stages import run_steps, stage_named
 from parity.measure.core.weights import dtype_named, save_weights
 from parity.use.cli.main import main
-from parity.use.testing.assertion import compare_arrays, judge, message
+from parity.use.testing.assertion import compare_arrays, compare_and_diagnose, message
 
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
 GQA = Case(
@@ -315,10 +315,10 @@ def test_replay_with_choice_is_independent():
         first, again = (
             Trial(problem, observed, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP)
         )
-        before = {name: first.judgement(name, (made,)) for name in noise}
+        before = {name: first.deviation(name, (made,)) for name in noise}
         assert 1.0 < before["output"].ratio <= MOST_OVER
-        verdict = first.with_choice(LOG_SUM_EXP).judgement("attn_weights", (made,))
-        assert verdict == again.judgement("attn_weights", (made,))
+        verdict = first.with_choice(LOG_SUM_EXP).deviation("attn_weights", (made,))
+        assert verdict == again.deviation("attn_weights", (made,))
         assert verdict.ratio < before["attn_weights"].ratio
 
 
@@ -396,11 +396,11 @@ def test_first_of_two_bugs_is_the_headline():
         values, lambda v: {name: v[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")}
     )
     values["scores"] = np.where(values["mask"], -np.inf, values["scores"]).astype(np.float32)
-    judged, diagnosis = judge(values, problem=problem)
+    comparisons, diagnosis = compare_and_diagnose(values, problem=problem)
     assert [each.bugs for each in diagnosis.named] == [(name,) for name in names]
-    assert all(math.isfinite(each.ratio) for each in judged)
+    assert all(math.isfinite(each.ratio) for each in comparisons)
     assert (
-        message(judged, diagnosis).splitlines()[0] == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
+        message(comparisons, diagnosis).splitlines()[0] == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
     )
     assert diagnosis.likely_bug == names[0]
 
@@ -416,10 +416,10 @@ def test_conventions_have_ratios_below_one():
     }
     values = kept(values, RECORDED["masked scores"])
     with pytest.warns(parity.ConventionWarning):
-        judged, diagnosis = judge(values, problem=problem)
+        comparisons, diagnosis = compare_and_diagnose(values, problem=problem)
     assert diagnosis.kind == "convention"
-    assert all(each.passed and each.ratio <= 1.0 for each in judged)
-    assert {each.stage for each in judged if each.reason} == set(diagnosis.conventions)
+    assert all(each.passed and each.ratio <= 1.0 for each in comparisons)
+    assert {each.stage for each in comparisons if each.reason} == set(diagnosis.conventions)
 
 
 def test_equal_conventions_share_a_line():

@@ -6,7 +6,7 @@ The ports are in tests/wild; `make nightly` diagnoses all of them.
 
 import numpy as np
 import pytest
-from wild.rates import Job, judge, judged_names
+from wild.rates import Job, verdict_on, grade_of
 from wild.sets import BUGS
 
 import parity
@@ -52,8 +52,8 @@ NAMED = (
 @pytest.mark.parametrize("output_only", [False, True])
 def test_cause_is_one_named_finding(name, output_only):
     """A bug of a server is the only finding, and has the right name."""
-    verdict = judge(Job(name, output_only))
-    assert judged_names(verdict) == "right", verdict["text"]
+    verdict = verdict_on(Job(name, output_only))
+    assert grade_of(verdict) == "right", verdict["text"]
     assert len(verdict["said"]["findings"]) == 1, verdict["text"]
 
 

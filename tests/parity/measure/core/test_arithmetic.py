@@ -21,7 +21,7 @@ from parity.measure.core.cases import QUICK
 from parity.measure.core.compare import budget, first_difference, floor
 from parity.measure.core.reference import Arithmetic
 from parity.measure.core.stages import run_steps
-from parity.measure.core.trace import Reference, judge
+from parity.measure.core.trace import Reference, compare_trace
 from parity.measure.core.weights import dtype_named
 
 ATEN = torch.ops.aten
@@ -69,7 +69,7 @@ def difference_on(card, case, dtype, arithmetic="tensix"):
     with card:
         trace = record("torch", expected)
     where = {"backends": {"torch": {"numerics": {"arithmetic": arithmetic}}}}
-    return first_difference(judge(replace(trace, environment=where), expected))
+    return first_difference(compare_trace(replace(trace, environment=where), expected))
 
 
 NAMES = [name for name, case in CASES.items() if case.dtype is None]

@@ -26,7 +26,7 @@ from parity.measure.core.compare import (
     kept_dtype,
     slope,
 )
-from parity.measure.core.trace import Reference, Trace, judge, nudged
+from parity.measure.core.trace import Reference, Trace, compare_trace, nudged
 from parity.measure.core.weights import dtype_named
 
 ABOUT = {"case": "c", "backend": "b", "dtype": "float32", "stage": "context"}
@@ -396,7 +396,7 @@ def mutate(monkeypatch, sibling, name, broken):
 
 def difference_in(case, backend):
     expected = Reference(make_problem(CASES[case], "float32"))
-    return first_difference(judge(record(backend, expected), expected))
+    return first_difference(compare_trace(record(backend, expected), expected))
 
 
 @sample(jax=1)
@@ -445,7 +445,7 @@ def test_missing_stage_of_trace_fails(sibling):
     expected = Reference(make_problem(CASES["full"], "float32"))
     trace = record(sibling.name, expected)
     del trace.accumulated["context"]
-    difference = first_difference(judge(trace, expected))
+    difference = first_difference(compare_trace(trace, expected))
     assert difference is not None
     assert (difference.stage, difference.reason) == ("context", "the trace lacks this stage")
 
@@ -454,7 +454,7 @@ def test_later_stages_are_not_culprits(sibling, monkeypatch):
     """With k and v swapped, k is a culprit; scores fail, but are right by their own inputs."""
     mutate(monkeypatch, sibling, "project_qkv", swapped_kv)
     expected = Reference(make_problem(CASES["full"], "float32"))
-    comparisons = {c.stage: c for c in judge(record(sibling.name, expected), expected)}
+    comparisons = {c.stage: c for c in compare_trace(record(sibling.name, expected), expected)}
     assert comparisons["k"].is_culprit
     assert not comparisons["scores"].passed
     assert not comparisons["scores"].is_culprit
@@ -493,7 +493,7 @@ def verdict_on(problem, values):
     }
     (found,) = (
         each
-        for each in judge(Trace(problem, "torch", values, local), expected)
+        for each in compare_trace(Trace(problem, "torch", values, local), expected)
         if each.stage == "attn_weights"
     )
     return found

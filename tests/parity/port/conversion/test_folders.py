@@ -319,7 +319,7 @@ def test_shared_kv_comes_from_source_layer(name, tmp_path):
     def keep(trace, reference, comparisons):
         received[trace.problem.case.name] = trace.problem
 
-    report = run_model(tmp_path, ["torch"], against="transformers", seq_len=9, on_judged=keep)
+    report = run_model(tmp_path, ["torch"], against="transformers", seq_len=9, on_compared=keep)
     assert not report.failed
     assert {each.case for each in report.skipped_cases} == {
         f"layer-{layer.index}-causal" for layer in layers if layer.kv_source is not None

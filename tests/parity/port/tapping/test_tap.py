@@ -557,14 +557,14 @@ def test_layers_pass_during_generation(family):
     assert [layer.index for layer in layers] == [
         layer.index for layer in specs if layer.spec is not None
     ]
-    judged = {comparison.stage for layer in layers for comparison in layer.comparisons}
-    assert judged == LESS_SEEN.get(family, SEEN)
+    compared_stages = {comparison.stage for layer in layers for comparison in layer.comparisons}
+    assert compared_stages == LESS_SEEN.get(family, SEEN)
     if family in (
         "mpt",
         "openai-gpt",
     ):  # which generate without a cache here, and receive all tokens again
         return
-    last, axis = ("output", 1) if "output" in judged else ("v", 2)
+    last, axis = ("output", 1) if "output" in compared_stages else ("v", 2)
     tokens = sum(
         comparison.shape[axis] for comparison in layers[-1].comparisons if comparison.stage == last
     )
@@ -636,7 +636,7 @@ def test_injected_bug_is_found_in_16_bits(what):
     """In bfloat16, a bug in layer 2 is found in that layer alone and named."""
     bug = BUGS[what]
     name = {"window wide": "gemma2", "no cap": "gemma2", "sinks of 0": "gpt_oss"}.get(what, "llama")
-    verdict = judged(of_six_layers(name).to(torch.bfloat16), bug, 2)
+    verdict = verdict_of(of_six_layers(name).to(torch.bfloat16), bug, 2)
     assert [each.index for each in verdict.layers if each.difference is not None] == [2]
     (found,) = verdict.first.diagnosis.named
     assert found.bugs[0] in bug.names
@@ -942,8 +942,8 @@ def test_bert_layers_end_at_the_context():
     }
     verdict = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights)
     assert verdict.passed, str(verdict)
-    judged = {comparison.stage for layer in verdict.layers for comparison in layer.comparisons}
-    assert judged == {"mask", "q", "k", "v", "attn_weights", "context"}
+    compared_stages = {comparison.stage for layer in verdict.layers for comparison in layer.comparisons}
+    assert compared_stages == {"mask", "q", "k", "v", "attn_weights", "context"}
     weights[1] = {**weights[1], "v_proj.weight": weights[1]["v_proj.weight"].T.copy()}
     first = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights).first
     assert (first.index, first.difference.stage) == (1, "v")
@@ -966,7 +966,7 @@ def trials():
     return (found * (1 + TRIALS // len(found)))[:TRIALS]
 
 
-def judged(model, bug=None, layer=0):
+def verdict_of(model, bug=None, layer=0):
     specs = specs_of(model.config.to_dict())
     module = model.model.layers[layer].self_attn
     with parity.tap(model) as tapped:
@@ -989,7 +989,7 @@ def test_injected_bugs_are_found_and_named():
     missed = []
     for seed, (name, what, layer) in enumerate(trials()):
         bug = BUGS[what]
-        verdict = judged(of_six_layers(name, seed=seed), bug, layer)
+        verdict = verdict_of(of_six_layers(name, seed=seed), bug, layer)
         wrong = [each.index for each in verdict.layers if each.difference is not None]
         first = verdict.first
         names = [each for found in first.diagnosis.named for each in found.bugs] if first else []
@@ -1009,16 +1009,16 @@ def test_injected_bugs_are_found_and_named():
 @pytest.mark.parametrize("name", SIX_LAYERS)
 def test_no_bug_in_unchanged_model(name):
     """All six layers of a model without a bug pass, and the verdict says so."""
-    verdict = judged(of_six_layers(name, seed=1))
+    verdict = verdict_of(of_six_layers(name, seed=1))
     assert verdict.passed
     assert verdict.first is None
     assert str(verdict) == "6 layers agree with the reference, each for its own input"
 
 
-@pytest.mark.costly("judges a recording of six layers and diagnoses one")
+@pytest.mark.costly("compares a recording of six layers and diagnoses one")
 def test_verdict_names_layer_and_bug():
     """The verdict and its dict name the first wrong layer, its stage and the likely bug."""
-    verdict = judged(of_six_layers("gemma2"), BUGS["window wide"], 4)
+    verdict = verdict_of(of_six_layers("gemma2"), BUGS["window wide"], 4)
     lines = ["First wrong layer: layer 4 (sliding_attention)", "Likely bug: window-one-too-wide"]
     assert str(verdict).splitlines()[:2] == lines
     assert "First wrong stage: step0.mask, which should be exact" in str(verdict)
@@ -1412,7 +1412,7 @@ def test_flax_root_module_is_compared(key, rng):
     assert verdict.passed, str(verdict)
 
 
-def judged_in_flax(tapped, weights, *, is_causal=True):
+def verdict_in_flax(tapped, weights, *, is_causal=True):
     return parity.check_tap(tapped, dict.fromkeys(weights, FULL), weights, is_causal=is_causal)
 
 
@@ -1440,7 +1440,7 @@ def test_linen_layers_pass(rng):
         )
         for place, params in enumerate(variables["params"][name] for name in names)
     }
-    verdict = judged_in_flax(tapped, weights)
+    verdict = verdict_in_flax(tapped, weights)
     assert verdict.passed, str(verdict)
     assert [each.stage for each in verdict.layers[1].comparisons] == [
         "mask",
@@ -1451,7 +1451,7 @@ def test_linen_layers_pass(rng):
         "output",
     ]
     weights[1] = {**weights[1], "k_proj.weight": weights[1]["k_proj.weight"].T.copy()}
-    first = judged_in_flax(tapped, weights).first
+    first = verdict_in_flax(tapped, weights).first
     assert (first.index, first.difference.stage) == (1, "k")
     assert first.diagnosis.named[0].bugs == ("k_proj-transposed",)
 
@@ -1470,13 +1470,13 @@ def test_nnx_layers_pass(rng):
     assert np.allclose(found, expected, atol=1e-6)  # with weights it runs a different path
     assert [layer.name for layer in tapped.layers] == ["layers.0", "layers.1"]
     weights = {place: parity.weights_of(layer) for place, layer in enumerate(model.layers)}
-    verdict = judged_in_flax(tapped, weights)
+    verdict = verdict_in_flax(tapped, weights)
     assert verdict.passed, str(verdict)
     stages = ["mask", "q", "k", "v", "attn_weights", "context", "output"]
     assert [each.stage for each in verdict.layers[1].comparisons] == stages
     with parity.tap(model) as again:
         assert np.array_equal(model(x, mask=mask), expected)
-    assert judged_in_flax(again, weights).passed
+    assert verdict_in_flax(again, weights).passed
 
 
 def test_jax_and_torch_taps_agree(rng):
@@ -1497,7 +1497,7 @@ def test_jax_and_torch_taps_agree(rng):
         for layer in theirs:
             y = y + layer(y, is_causal=True, need_weights=True)[0]
     for tapped in (one, other):
-        verdict = judged_in_flax(tapped, dict(enumerate(weights)))
+        verdict = verdict_in_flax(tapped, dict(enumerate(weights)))
         assert verdict.passed, str(verdict)
         seen = {each.stage for each in verdict.layers[1].comparisons}
         assert seen == (SEEN if tapped is other else {"attn_weights", "output"})
@@ -1599,16 +1599,16 @@ def test_rope_of_another_layer_is_named():
     model = made("olmo3", options, seed=1)
     specs = specs_of(model.config.to_dict())
 
-    def judged_prompt():
+    def verdict_of_prompt():
         with parity.tap(model) as tapped, torch.no_grad():
             model(torch.tensor([[5, 3, 8, 1, 7, 9]]))
         return parity.check_tap(tapped, specs, weights_in(model, tapped, specs))
 
-    assert judged_prompt().passed
+    assert verdict_of_prompt().passed
     rotary = model.model.rotary_emb
     rotary.sliding_attention_inv_freq = rotary.full_attention_inv_freq
     rotary.sliding_attention_attention_scaling = rotary.full_attention_attention_scaling
-    (wrong,) = judged_prompt().wrong
+    (wrong,) = verdict_of_prompt().wrong
     assert (wrong.index, wrong.difference.stage) == (0, "q")
     (finding,) = wrong.diagnosis.findings
     assert finding.bugs == ("configuration-of-another-layer",)
@@ -1616,7 +1616,7 @@ def test_rope_of_another_layer_is_named():
     assert finding.fix == "use this layer's own configuration"
     assert finding.about in str(wrong)
     rotary.sliding_attention_attention_scaling *= 1.5  # which no layer has
-    (wrong,) = judged_prompt().wrong
+    (wrong,) = verdict_of_prompt().wrong
     assert "configuration-of-another-layer" not in wrong.diagnosis.likely_bug
 
 
@@ -1655,7 +1655,7 @@ def recordings(tmp_path_factory):
     }.values()
 
 
-@pytest.mark.costly("judges a recording of six layers and diagnoses one")
+@pytest.mark.costly("compares a recording of six layers and diagnoses one")
 def test_diagnose_command_uses_model(recordings, tmp_path, capsys):
     """`diagnose --model` finds the bug of a recording and exits with 1, or with 0 if there is none;
     `--weights` raises an error that names `--model`.
@@ -1769,7 +1769,7 @@ def test_nnx_steps_with_cache_pass(rng):
         for place in range(6):
             model(x[:, place : place + 1])
     assert [call.past for call in tapped.layers[0].calls] == list(range(6))
-    verdict = judged_in_flax(tapped, {0: parity.weights_of(model.layers[0])})
+    verdict = verdict_in_flax(tapped, {0: parity.weights_of(model.layers[0])})
     assert verdict.passed, str(verdict)
     assert [each.stage for each in verdict.layers[0].comparisons] == [
         "mask",
@@ -1781,7 +1781,7 @@ def test_nnx_steps_with_cache_pass(rng):
     ]
 
 
-@pytest.mark.costly("judges a recording of three beams")
+@pytest.mark.costly("compares a recording of three beams")
 def test_beam_search_follows_its_sequences(tmp_path):
     """Beam search continues sequences in other rows: they are followed back, and every layer
     agrees, also in a file.
