@@ -66,7 +66,7 @@ def verdict_on(job: Job) -> Verdict:
         "output_only": job.output_only,
     }
     if isinstance(record, Bug):
-        verdict |= {"says": record.says, "stage": record.stage, "limited": dict(record.limited), "law": record.law}
+        verdict |= {"says": record.says, "stage": record.stage, "limited": dict(record.limited), "pattern": record.pattern}
         verdict["in_output"] = record.in_output
         observed, problem = record.observed(output_only=job.output_only), record.problem
     else:

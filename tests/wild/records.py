@@ -85,7 +85,7 @@ class Bug:
         says: what is wrong, in a sentence.
         stage: the first stage that is wrong, of those that are recorded.
         limited: where that stage is wrong, if it is only in some places: indices by the letter of the axis.
-        law: the map from the right values to the wrong ones, if a few words describe it.
+        pattern: the map from the right values to the wrong ones, if a few words describe it.
         in_output: whether the output is wrong at all.
         dtype: of weights and inputs.
         recording: the stages that are diagnosed, in addition to the output alone.
@@ -99,7 +99,7 @@ class Bug:
     says: str
     stage: str
     limited: Mapping[str, tuple[int, ...]]
-    law: str
+    pattern: str
     in_output: bool
     dtype: str
     recording: str

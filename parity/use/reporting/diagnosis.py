@@ -109,8 +109,8 @@ def _repeats(diagnosis: Diagnosis, weights: WeightsComparison) -> bool:
     if len(diagnosis.findings) != 1:
         return False
     about = diagnosis.findings[0].about
-    laws = [difference.law for difference in weights.differences]
-    return any(law is not None and law.words == about for law in laws)
+    patterns = [difference.pattern for difference in weights.differences]
+    return any(pattern is not None and pattern.words == about for pattern in patterns)
 
 
 def print_divergence(

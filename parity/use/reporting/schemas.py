@@ -116,7 +116,7 @@ class CollectivesOfProgram(TypedDict):
     excuse: Annotated[str, "reason for additional ones; empty if there must be none"]
 
 
-class RelationOfTensors(TypedDict):
+class PatternOfTensors(TypedDict):
     """The relation of two tensors of one name."""
 
     name: Annotated[str, "name of the relation"]
@@ -142,7 +142,7 @@ class DifferentTensor(TypedDict):
     worst_values: Annotated[list[Number], "value of the first and of the second file there"]
     max_abs: Annotated[Number, "largest absolute difference"]
     max_ulp: Annotated[Number, "largest difference in units in the last place"]
-    law: Annotated[RelationOfTensors | None, "relation of the tensors; null if none is known"]
+    pattern: Annotated[PatternOfTensors | None, "relation of the tensors; null if none is known"]
 
 
 class ComparedWeights(TypedDict):

@@ -258,7 +258,7 @@ def test_axes_have_the_names_of_their_stage(stage, wrong, words):
 def test_slices_have_a_role_in_the_layer():
     """A place says which heads share a key/value head and which features RoPE rotates."""
     spec = AttentionSpec(32, 8, num_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=6))
-    problem = make_problem(Case("laws", spec, "", seq_len=6), "float32")
+    problem = make_problem(Case("patterns", spec, "", seq_len=6), "float32")
     rng = np.random.default_rng(0)
     expected = rng.standard_normal((2, 8, 6, 8))
     for where, words in (
@@ -800,7 +800,7 @@ def test_rounded_values_have_a_pattern(stage, narrow, words):
 def test_problem_dtype_is_not_rounding():
     """Values rounded to bfloat16 have a pattern, but not in a bfloat16 problem."""
     expected, _ = drawn("q", 0)
-    problem = make_problem(Case("laws", AttentionSpec(32, 4), "", seq_len=6), "bfloat16")
+    problem = make_problem(Case("patterns", AttentionSpec(32, 4), "", seq_len=6), "bfloat16")
     wide = expected.astype(ml_dtypes.bfloat16).astype(np.float64)
     assert names(describe("q", wide, expected, ALLOWED)) == ["rounded"]
     assert describe("q", wide, expected, ALLOWED, problem=problem).abouts == ()
@@ -870,7 +870,7 @@ def test_unequal_shapes_raise():
 ROPE = Rope(10000.0)
 SPEC = AttentionSpec(64, 4, num_kv_heads=2, rope=ROPE)
 YARN = Rope(10000.0, scaling=YarnScaling(4.0, 16))
-CASE = Case("laws", SPEC, "", seq_len=24, is_causal=True)
+CASE = Case("patterns", SPEC, "", seq_len=24, is_causal=True)
 
 
 def computed(problem, spec, dtype="float64"):
