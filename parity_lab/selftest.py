@@ -496,14 +496,14 @@ def bugs_in(case: Case) -> list[str]:
 
 def selftest_bugs(case: Case) -> list[str]:
     """Return the names of the bugs that the self-test injects into one of its cases."""
-    place = SELFTEST_CASES.index(case)
+    index = SELFTEST_CASES.index(case)
     before = {
         name
-        for earlier in SELFTEST_CASES[:place]
+        for earlier in SELFTEST_CASES[:index]
         if earlier.trained is None
         for name in bugs_in(earlier)
     }
-    return [name for name in bugs_in(case) if place < NUM_GENERAL or name not in before]
+    return [name for name in bugs_in(case) if index < NUM_GENERAL or name not in before]
 
 
 def run_with_bug(bug: str, case: Case, backend: str, *, seed: int = 0) -> Outcome:

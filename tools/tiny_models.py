@@ -337,14 +337,14 @@ def _short(name, x, recipe):
         return list(x)
     if name in ("depths", "depth", "num_blocks", "layers", "encoder_layers"):
         return [min(each, 2) for each in x]
-    is_places = re.search(r"ind(ex|ic)e|idx|_layers$", name) and list(x) == sorted({*x})
-    if not is_places or max(x) <= count:
+    are_indices = re.search(r"ind(ex|ic)e|idx|_layers$", name) and list(x) == sorted({*x})
+    if not are_indices or max(x) <= count:
         return list(x)
-    places = sorted({min(each, count - 1) for each in x})
-    if len(places) < len(x) and "out" in name:
+    indices = sorted({min(each, count - 1) for each in x})
+    if len(indices) < len(x) and "out" in name:
         # As many outputs as before, of the last layers.
         return list(range(count - len(x) + 1, count + 1))
-    return places
+    return indices
 
 
 def _with_sections(values, whole, recipe):
@@ -638,7 +638,7 @@ def makers_of(model, generator):
         context + max(find(config, "lags_sequence", default=[0])),
         whole("num_time_features", default=0),
     )
-    places = [[x, y] for x in range(8) for y in range(8)]
+    pixels = [[x, y] for x in range(8) for y in range(8)]
     return {
         "input_ids": tokens,
         "decoder_input_ids": tokens,
@@ -664,11 +664,11 @@ def makers_of(model, generator):
             key: [constant([[8, 8]] * SEQUENCES)]
             for key in ("target_sizes", "tgt_sizes", "spatial_shapes")
         },
-        "pixel_position_ids": [constant([places] * SEQUENCES)],
+        "pixel_position_ids": [constant([pixels] * SEQUENCES)],
         "pixel_attention_mask": [constant(torch.ones(SEQUENCES, 64, dtype=torch.long))],
         "flattened_patches": [
             lambda: torch.cat(
-                [torch.tensor([places] * SEQUENCES) + 1.0, normal(SEQUENCES, 64, first[0])()], -1
+                [torch.tensor([pixels] * SEQUENCES) + 1.0, normal(SEQUENCES, 64, first[0])()], -1
             )
         ],
         "mask": [constant(torch.ones(SEQUENCES, TOKENS, dtype=torch.bool))],
@@ -898,7 +898,7 @@ KEYS = (
 )
 """Names of the tokens from which it makes keys and values."""
 
-PLACES = ("position_embeddings", "rotary_pos_emb", "cos", "sin", "object_queries")
+POSITIONS = ("position_embeddings", "rotary_pos_emb", "cos", "sin", "object_queries")
 """Names of arguments with positions of tokens, which are optional."""
 
 AROUND = 3
@@ -958,16 +958,16 @@ def _inputs_alone(model, part, generator):
     more = (
         [name for name in KEYS if name in parameters and name not in needed][:1] if is_cross else []
     )
-    places = [name for name in PLACES if name in parameters]
-    sets = [[*needed, *more, *places], [*needed, *more], [*needed, *places], needed]
+    position_names = [name for name in POSITIONS if name in parameters]
+    sets = [[*needed, *more, *position_names], [*needed, *more], [*needed, *position_names], needed]
     for names in dict.fromkeys(tuple(dict.fromkeys(each)) for each in sets):
         if all(name in makers for name in names):
             several = [makers[name] for name in names]
-            for place in range(
+            for index in range(
                 max(map(len, several), default=0)
             ):  # the same of all, such as their width
                 yield {
-                    name: each[min(place, len(each) - 1)]
+                    name: each[min(index, len(each) - 1)]
                     for name, each in zip(names, several, strict=True)
                 }
             for choice in product(*several):
@@ -1012,7 +1012,7 @@ def _makers_alone(model, part, generator):
         queries = [
             normal(*shape) for width in widths for shape in ((joined, width), (1, joined, width))
         ]
-    places = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
+    positions = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
     rotary = [constant(x) for x in _angles(model, part)]
     nothing = (
         "attention_bias",
@@ -1028,12 +1028,12 @@ def _makers_alone(model, part, generator):
         **dict.fromkeys(KEYS, keys),
         **{name: [*rotary, *queries] for name in ("position_embeddings", "rotary_pos_emb")},
         **{
-            name: [constant(x[place]) for x in _angles(model, part)]
-            for place, name in enumerate(("cos", "sin"))
+            name: [constant(x[index]) for x in _angles(model, part)]
+            for index, name in enumerate(("cos", "sin"))
         },
         **{name: [*queries, *keys] for name in ("object_queries", "spatial_position_embeddings")},
         **{name: [constant(None)] for name in nothing},
-        **{name: [constant(places)] for name in ("position_ids", "positions")},
+        **{name: [constant(positions)] for name in ("position_ids", "positions")},
         "cu_seqlens": [constant(TOKENS * torch.arange(SEQUENCES + 1, dtype=torch.int32))],
         "max_seqlen": [constant(TOKENS)],
         "layer_idx": [constant(getattr(called, "layer_idx", 0))],
@@ -1049,14 +1049,14 @@ def _angles(model, part):
     """
     rotary = {name: each for name, each in model.named_modules() if "Rotary" in type(each).__name__}
     near = sorted(rotary, key=lambda name: not f"{part}.".startswith(f"{name.rpartition('.')[0]}."))
-    places, x = torch.arange(TOKENS)[None], torch.zeros(1, TOKENS, 1)
+    positions, x = torch.arange(TOKENS)[None], torch.zeros(1, TOKENS, 1)
     kinds = dict.fromkeys((getattr(model.get_submodule(part), "layer_type", None), *KINDS))
     for module in (rotary[name] for name in near):
         for given in (
-            (x, places),
-            *((x, places, kind) for kind in kinds),
-            (places,),
-            (x, places.expand(3, 1, -1)),
+            (x, positions),
+            *((x, positions, kind) for kind in kinds),
+            (positions,),
+            (x, positions.expand(3, 1, -1)),
         ):
             with suppress(Exception), torch.no_grad():
                 made = module(*given)
@@ -1065,6 +1065,6 @@ def _angles(model, part):
                     break
     dim = getattr(model.get_submodule(part), "head_dim", None)
     if type(dim) is int:
-        angles = places[..., None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        angles = positions[..., None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
         angles = torch.cat([angles, angles], dim=-1)
         yield angles.cos(), angles.sin()

@@ -350,7 +350,7 @@ def _paged_update_cache(
     for sequence, slot in enumerate(slots):
         if slot < 0:
             continue
-        page, slot_of_page = _place("paged_update_cache", cache, page_table, sequence, int(slot))
+        page, slot_of_page = _page_and_slot("paged_update_cache", cache, page_table, sequence, int(slot))
         # A sequence that is skipped in the table has page -1.
         if page >= 0:
             cache[page, :, slot_of_page] = tokens[0, sequence, : cache.shape[1]]
@@ -394,13 +394,13 @@ def _paged_fill_cache(
     for tokens_of_sequence, sequence in zip(tokens, sequences, strict=True):
         for first in range(0, tokens_of_sequence.shape[1], page_size):
             part = tokens_of_sequence[:, first : first + page_size]
-            page, _ = _place("paged_fill_cache", cache, page_table, int(sequence), first)
+            page, _ = _page_and_slot("paged_fill_cache", cache, page_table, int(sequence), first)
             if page >= 0:
                 cache[page, :, : part.shape[1]] = part
     return cache
 
 
-def _place(
+def _page_and_slot(
     name: str, cache: torch.Tensor, page_table: torch.Tensor | None, sequence: int, slot: int
 ) -> tuple[int, int]:
     """Return the page, and the slot in it, of a sequence's slot. (The operations silently write

@@ -42,7 +42,7 @@ from parity.explain.conformance.subjects import (
     Subject,
 )
 from parity.explain.conformance.user_calls import UserAttention
-from parity.measure.core.user_code import name_of, place_of, user_code
+from parity.measure.core.user_code import name_of, line_of, user_code
 from parity.measure.text import did_you_mean, some_of
 
 OF_LIBRARY = {**{name: name for name in FRAMEWORKS}, "jaxlib": "jax"}
@@ -130,7 +130,7 @@ def _import_from_here(module_name: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name == top_package:
             reason = f"{error}; run from the folder of the module, or set PYTHONPATH"
         else:
-            reason = f"{type(error).__name__}: {error}; {place_of(error)}"
+            reason = f"{type(error).__name__}: {error}; {line_of(error)}"
         raise ImportError(f"cannot import {module_name!r}: {reason}") from error
 
 

@@ -336,10 +336,10 @@ def change(
         difference = np.where(same_nan | (before == after), 0.0, np.abs(after - before))
     difference = np.where(np.isnan(difference), np.inf, difference)
     where = np.unravel_index(int(difference.argmax()), difference.shape)
-    place = [int(i) for i in where]
-    place[-2] = rows[place[-2]]
+    index = [int(i) for i in where]
+    index[-2] = rows[index[-2]]
     evidence = (
-        f"output[{', '.join(map(str, place))}] changes from {before[where]:.6g} to "
+        f"output[{', '.join(map(str, index))}] changes from {before[where]:.6g} to "
         f"{after[where]:.6g}"
     )
     return bool(difference.max() > tolerance(before, path.dtype)), evidence

@@ -425,9 +425,9 @@ def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
         # differ.
         comparison = whole.compared[first_wrong]
         leftover.insert(0, Finding(first_wrong, comparison.error, comparison.ratio))
-    leftover = [_with_place(finding, whole) for finding in leftover]
+    leftover = [_with_location(finding, whole) for finding in leftover]
     leftover = _followed_by_paths(leftover, known, whole)
-    findings = sorted([*known, *leftover], key=_place)
+    findings = sorted([*known, *leftover], key=_position)
     stages = [finding.stage for finding in findings]
     untried = ""
     if leftover:
@@ -466,7 +466,7 @@ def _followed_by_paths(
     of_functions = [finding for finding in leftover if not stage_named(finding.stage).path]
     if not of_functions:
         return leftover
-    last = max(of_functions, key=_place)
+    last = max(of_functions, key=_position)
     reported: set[str] = set()
     for finding in (*known, *leftover):
         reported.update((finding.stage, *finding.stages, *finding.follows))
@@ -475,9 +475,9 @@ def _followed_by_paths(
         is_of_path = stage in whole.stages_of_paths
         if is_of_path and stage not in reported and not whole.compared[stage].passed:
             follows.append(stage)
-    place = leftover.index(last)
+    index = leftover.index(last)
     followed = replace(last, follows=tuple(follows))
-    return [*leftover[:place], followed, *leftover[place + 1 :]]
+    return [*leftover[:index], followed, *leftover[index + 1 :]]
 
 
 def _has_one_up_to(last: str, stages: Iterable[str]) -> bool:
@@ -498,18 +498,18 @@ def _distinct(findings: Sequence[Finding]) -> list[Finding]:
     return list(by_bugs.values())
 
 
-def _with_place(finding: Finding, whole: Whole) -> Finding:
-    """Return an unexplained stage with the place in the whole stage, where it differs."""
-    place = whole.compared.description(finding.stage)
-    if place is None:
+def _with_location(finding: Finding, whole: Whole) -> Finding:
+    """Return an unexplained stage with its location in the whole stage."""
+    of_whole = whole.compared.description(finding.stage)
+    if of_whole is None:
         return finding
     if finding.description is None:
-        return replace(finding, description=place)
+        return replace(finding, description=of_whole)
     patterns = finding.description.patterns
-    return replace(finding, description=Description(place.place, patterns, place.signs))
+    return replace(finding, description=Description(of_whole.location, patterns, of_whole.signs))
 
 
-def _place(finding: Finding) -> tuple[int, int]:
+def _position(finding: Finding) -> tuple[int, int]:
     """Return the position of a finding's stage in the data flow."""
     return order_of(finding.stage)
 

@@ -60,7 +60,7 @@ from parity.measure.core.problem import Problem
 from parity.measure.core.reference import ARITHMETICS, UNFUSED
 from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.core.trace import Reference, Trace, with_absent_gradients
-from parity.measure.core.user_code import EndedProgramError, place_of, user_code
+from parity.measure.core.user_code import EndedProgramError, line_of, user_code
 from parity.measure.core.weights import is_floating
 
 __all__ = ["Diagnosis", "Finding", "diagnose", "diagnose_trace", "observe"]
@@ -600,7 +600,7 @@ def _called(function: Callable[..., Any], inputs: list[Any], keywords: Mapping[s
     except EndedProgramError as error:  # whose text has the line
         raise InputError("the function", "take the inputs", str(error)) from error
     except Exception as error:  # any exception of the function
-        raised = f"{type(error).__name__}: {error}, {place_of(error)}"
+        raised = f"{type(error).__name__}: {error}, {line_of(error)}"
         raise InputError("the function", "take the inputs", raised) from error
     if inspect.iscoroutine(result):
         result.close()  # Python would warn that nothing awaited it

@@ -43,7 +43,7 @@ def hidden_bugs(right: Trial, stages: Sequence[str]) -> tuple[str, ...]:
     names: dict[str, None] = {}
     try:
         with work.counted(), single_threaded():
-            for bug in sorted(bugs, key=_place):
+            for bug in sorted(bugs, key=_rank):
                 with work.inside("hidden bugs"):
                     if _is_hidden(right, bug, known_stages):
                         names[bug.name] = None
@@ -52,7 +52,7 @@ def hidden_bugs(right: Trial, stages: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _place(bug: Edit) -> int:
+def _rank(bug: Edit) -> int:
     """Return the rank of a bug in the order of `SUBTLE`."""
     for number, part in enumerate(SUBTLE):
         if part in bug.name:

@@ -297,11 +297,11 @@ class _PartSearch:
             stage: the stage, which is right as a whole.
             edits: those with which it is.
         """
-        place = self.trial.stages.index
+        index_of = self.trial.stages.index
         before = [
             number
             for number, finding in enumerate(self.findings)
-            if place(finding.stage) < place(stage)
+            if index_of(finding.stage) < index_of(stage)
         ]
         for number in reversed(before):
             finding = self.findings[number]
@@ -759,11 +759,11 @@ def _best_first(question: _Question, explaining: list[Edits]) -> list[Edits]:
     if len(explaining[0]) == 1:
         explaining = _without_needless_limits(question, explaining)
         known = trial.known_at(question.index, with_losses=question.is_small)
-        place: dict[str, int] = {}
+        rank_by_about: dict[str, int] = {}
         for number, bug in enumerate(known):
             # A bug of every call comes before the same one in some calls.
-            place.setdefault(bug.about, number)
-        explaining.sort(key=lambda added: place[added[0].about])
+            rank_by_about.setdefault(bug.about, number)
+        explaining.sort(key=lambda added: rank_by_about[added[0].about])
     explaining.sort(key=lambda added: len(trial.wrong(question.stages, (*question.edits, *added))))
     # Keep the form of each bug that explains the most, for the same calls.
     best: dict[frozenset[tuple[str, str]], Edits] = {}
@@ -867,9 +867,9 @@ def _pairs_of_bugs(question: _Question, work: Work) -> list[Edits]:
 
 def _pairs(known: Sequence[Edit]) -> Iterator[Edits]:
     """Yield pairs of bugs, usual ones first; in both orders if they override the same method."""
-    for second_place in range(len(known)):
-        for first_place in range(second_place):
-            first, second = known[first_place], known[second_place]
+    for second_index in range(len(known)):
+        for first_index in range(second_index):
+            first, second = known[first_index], known[second_index]
             yield first, second
             if first.overrides.keys() & second.overrides.keys():
                 yield second, first
@@ -970,9 +970,9 @@ def _of_sample(description: Description) -> Description | None:
     layer.
     """
     patterns = tuple(edit for edit in description.patterns if edit.parameters <= 1)
-    if not patterns or description.place.words != EVERYWHERE:
+    if not patterns or description.location.words != EVERYWHERE:
         return None
-    return Description(description.place, patterns)
+    return Description(description.location, patterns)
 
 
 def _with_stages(finding: Finding, stages: Sequence[str], pattern: Edits) -> Finding:

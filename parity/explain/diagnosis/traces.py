@@ -50,8 +50,8 @@ def diagnose_worst(
     """
     order: dict[str, int] = {}
     for comparisons in sides:
-        for place, comparison in enumerate(comparisons):
-            order[comparison.stage] = place
+        for index, comparison in enumerate(comparisons):
+            order[comparison.stage] = index
     worst, difference = 0, None
     for number, comparisons in enumerate(sides):
         first = first_difference(comparisons)

@@ -1,8 +1,8 @@
 """The stages of a large layer, each compared as a whole: the verdict, and the tokens that show an
 error most.
 
-A search in samples finds the bug. The stage that differs, the size of its error and its place are
-from the whole.
+A search in samples finds the bug. The stage that differs, the size of its error and its location
+are from the whole.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from parity.explain.diagnosis.fits import Description, place_of
+from parity.explain.diagnosis.fits import Description, location_of
 from parity.measure.core.compare import FACTOR, Comparison, Label, floor, kept_dtype
 from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference
@@ -116,7 +116,7 @@ class WholeStages(Mapping[str, Comparison]):
         reference, full_name = self._reference, self._prefix + name
         expected = reference.accumulated[full_name]
         same = reference.same_precision(local=False, arithmetic=self._arithmetic)[full_name]
-        return place_of(
+        return location_of(
             full_name,
             self._observed[name],
             expected,

@@ -191,7 +191,7 @@ def _project(layer: ObservedLayer, part: str, traced: Traced, fitted: FittedLaye
     if len(traced.modules) != 1:
         raise InputError(name, "return the features of the heads", "several that do")
     (submodule,) = traced.modules
-    has_bias = fitted.project(name, submodule, traced.places)
+    has_bias = fitted.project(name, submodule, traced.indices)
     fitted.endpoints[SIDES[part]] = endpoint_of(submodule)
     if part != "q":
         _describe_copies(part, traced, layer.values["q"].shape[1], fitted)
@@ -208,7 +208,7 @@ def _describe_copies(part: str, traced: Traced, num_heads: int, fitted: FittedLa
     evidence shows which heads are equal.
     """
     first_heads: list[int] = []  # for each head, the first head with the same rows
-    heads = traced.places_by_head.tolist()
+    heads = traced.indices_by_head.tolist()
     for rows in heads:
         first_heads.append(heads.index(rows))
     distinct = sorted(set(first_heads))

@@ -97,16 +97,16 @@ def _with_argument(layer: ObservedLayer, name: str, value: Any) -> Call:
     args, kwargs = layer.call or ((), {})
     if name in kwargs:
         return args, {**kwargs, name: value}
-    place = 0
+    index = 0
     for parameter in inspect.signature(layer.module.forward).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             # Such arguments are named by the parameter and their number.
-            place += int(name.removeprefix(parameter.name))
+            index += int(name.removeprefix(parameter.name))
             break
         if parameter.name == name:
             break
-        place += 1
-    return (*args[:place], value, *args[place + 1 :]), kwargs
+        index += 1
+    return (*args[:index], value, *args[index + 1 :]), kwargs
 
 
 def _call_again(

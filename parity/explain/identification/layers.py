@@ -301,7 +301,7 @@ def _different_fields(
 def _describe_keys(ruled: ModelLayer, name: str) -> str:
     """Return the keys that a layer shares by rules, in the words of observation."""
     parts = name.split(".")
-    for place, part in enumerate(parts):
+    for i, part in enumerate(parts):
         if part == str(ruled.index):
-            parts[place] = str(ruled.kv_source)
+            parts[i] = str(ruled.kv_source)
     return f"the keys of {'.'.join(parts)}"

@@ -34,7 +34,7 @@ from parity.explain.identification.from_call import (
 )
 from parity.explain.identification.observe import ObservedLayer, Submodule
 from parity.explain.identification.program import Program, Values
-from parity.explain.identification.program_norms import NormPlace
+from parity.explain.identification.program_norms import NormOfProgram
 from parity.explain.identification.trace import columns_of, features_of
 from parity.measure.core.arrays import to_jax
 from parity.port.tapping.record import TappedCall, TappedLayer
@@ -321,7 +321,7 @@ class FlaxObserver:
             rule = "be a product with one bias or none"
             raise InputError("output", rule, f"{len(sums)} with and without one")
         width = len(linear.weight_of(values))
-        return _features(values[sums[0].output], sums[0].places, width)
+        return _features(values[sums[0].output], sums[0].indices, width)
 
     # ---- Linear maps and norms -------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class FlaxObserver:
         for norm in arrangement.norms.values():
             yield self._norm_part(norm, values)
 
-    def _norm_part(self, norm: NormPlace, values: Values) -> ProgramPart:
+    def _norm_part(self, norm: NormOfProgram, values: Values) -> ProgramPart:
         leaves, arrays = {}, {}
         for leaf, number in norm.parameters.items():
             leaves[leaf] = (self.finder.names[number],)
@@ -483,14 +483,14 @@ def _linear_part(
         batch_size: number of sequences.
     """
     width = len(weight)
-    rows = np.unique(biased.places % width)
+    rows = np.unique(biased.indices % width)
     leaves = {"weight": linear.leaves}
     bias = None
     if biased.bias is not None:
         leaves["bias"] = biased.leaves
-        of_sum = np.broadcast_to(np.asarray(values[biased.bias]), biased.places.shape)
-        bias = _features(of_sum, biased.places, width)[0]
-    output = _features(values[biased.output], biased.places, width)
+        of_sum = np.broadcast_to(np.asarray(values[biased.bias]), biased.indices.shape)
+        bias = _features(of_sum, biased.indices, width)[0]
+    output = _features(values[biased.output], biased.indices, width)
     return ProgramPart(
         leaves,
         Parameters(np.ascontiguousarray(weight[rows]), bias),
@@ -506,23 +506,23 @@ def _with_one_head_axis(x: np.ndarray) -> np.ndarray:
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:
-    """Return the values at some positions of an array (tokens, width) as such an array, without
+def _features(x: Any, indices: np.ndarray, width: int) -> np.ndarray:
+    """Return the values at some indices of an array (tokens, width) as such an array, without
     empty features.
     """
     x = np.asarray(x)
-    num_tokens = int(places.max()) // width + 1
+    num_tokens = int(indices.max()) // width + 1
     features = np.zeros(num_tokens * width, x.dtype)
-    features[places] = x
-    return features.reshape(-1, width)[:, np.unique(places % width)]
+    features[indices] = x
+    return features.reshape(-1, width)[:, np.unique(indices % width)]
 
 
 def _order_of(wanted: np.ndarray, features: np.ndarray) -> list[int]:
     """Return the index of each wanted column among the features, bit for bit; all in order if one
     is missing.
     """
-    place_of_bits = {bits: place for place, bits in enumerate(columns_of(features))}
-    order = [place_of_bits.get(bits, -1) for bits in columns_of(wanted)]
+    index_of_bits = {bits: index for index, bits in enumerate(columns_of(features))}
+    order = [index_of_bits.get(bits, -1) for bits in columns_of(wanted)]
     in_order = list(range(features.shape[1]))
     if sorted(order) == in_order:
         return order

@@ -73,19 +73,19 @@ class VectorProducts:
     num_buckets: int
     per_head: bool
 
-    def rows_at_own_place(self, added: np.ndarray, hidden: np.ndarray, allowed: float) -> list[int]:
+    def rows_at_own_position(self, added: np.ndarray, hidden: np.ndarray, allowed: float) -> list[int]:
         """Return the rows whose products are added to the scores of each query and the key at its
         position.
         """
-        places = np.flatnonzero(~np.diagonal(hidden))
-        if not len(places):
+        positions = np.flatnonzero(~np.diagonal(hidden))
+        if not len(positions):
             return []
         products = np.zeros(1)
         if self.of_queries is not None:
-            products = products + self.of_queries[:, :, places]
+            products = products + self.of_queries[:, :, positions]
         if self.of_keys is not None:
-            products = products + self.of_keys[:, :, places]
-        errors = np.abs(products - added[:, :, places, places, None]).max(axis=(0, 1, 2))
+            products = products + self.of_keys[:, :, positions]
+        errors = np.abs(products - added[:, :, positions, positions, None]).max(axis=(0, 1, 2))
         return np.flatnonzero(errors <= allowed).tolist()
 
     def added_by(self, record: RelativeProducts, *, is_reversed: bool) -> np.ndarray:
@@ -128,7 +128,7 @@ def fit_relative_products(
     allowed = CLOSE * (np.abs(added).max() + np.abs(scores).max())
     for pair in _candidate_pairs(layer, fitted):
         products = _vector_products(layer.scale * q, layer.scale * k, pair)
-        rows = products.rows_at_own_place(added, hidden, allowed)
+        rows = products.rows_at_own_position(added, hidden, allowed)
         for record, is_reversed in _candidate_records(rows, layer, config, products):
             expected = products.added_by(record, is_reversed=is_reversed)
             if np.abs(expected - added)[..., ~hidden].max() <= allowed:

@@ -122,7 +122,7 @@ class View:
         return OTHER_NEEDS.get(need) or f"it has no {WORDS[need]} among its parameters"
 
 
-def place_of(module: Any, attribute: str) -> tuple[Any, str, bool]:
+def injected_attribute(module: Any, attribute: str) -> tuple[Any, str, bool]:
     """Return where bugs are injected for a dotted name: the holder, the attribute, and whether it
     is a method.
 
@@ -173,7 +173,7 @@ def view_of(
     """
     attention = load_callable(target)
     module, _, attribute = target.partition(":")
-    holder, name, is_method = place_of(importlib.import_module(module), attribute)
+    holder, name, is_method = injected_attribute(importlib.import_module(module), attribute)
     function = getattr(holder, name)
     parameters = _parameters_without_self(target, function, is_method)
     takes_weights_from = function

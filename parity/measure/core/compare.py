@@ -242,10 +242,10 @@ class Comparison(JsonRecord):
         if self.worst_values is not None:
             mismatched = f"{self.mismatched} / {self.size} ({self.mismatched / self.size:.1%})"
             lines.append(f"  mismatched  {mismatched}")
-            place = ", ".join(f"{axis.lower()}={index}" for axis, index in self.worst_index.items())
+            index = ", ".join(f"{axis.lower()}={i}" for axis, i in self.worst_index.items())
             actual, expected = self.worst_values
             lines.append(
-                f"  worst       {self.max_abs:.2e} at ({place}): {actual:.6g}, expected "
+                f"  worst       {self.max_abs:.2e} at ({index}): {actual:.6g}, expected "
                 f"{expected:.6g}"
             )
         if with_budget and self.worst_values is not None:

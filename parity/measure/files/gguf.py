@@ -178,14 +178,14 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     def fetch(name: str) -> np.ndarray:
         return _dequantised(path, file, name, entries[name])
 
-    places = {}
+    offsets = {}
     quantised = {}
     for name, entry in entries.items():
         if entry.kind in PLAIN:
-            places[name] = FileOffset(file, entry.offset)
+            offsets[name] = FileOffset(file, entry.offset)
         elif entry.kind in BLOCKS:
             quantised[name] = entry.kind
-    return TensorFile(path, "gguf", infos, metadata, places, fetch, quantised=quantised)
+    return TensorFile(path, "gguf", infos, metadata, offsets, fetch, quantised=quantised)
 
 
 def _dequantised(path: Path, file: BinaryIO, name: str, entry: _Entry) -> np.ndarray:

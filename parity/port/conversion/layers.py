@@ -106,12 +106,12 @@ class FileLayer:
         return self.spec.d_kv != self.spec.d_in
 
     @property
-    def place(self) -> list[int]:
+    def indices(self) -> list[int]:
         """Return its numbers and index, which identify the same layer in two files."""
-        place = [int(number) for number in self.numbers]
+        indices = [int(number) for number in self.numbers]
         if self.index is not None:
-            place.append(self.index)
-        return place
+            indices.append(self.index)
+        return indices
 
     @property
     def dtype(self) -> np.dtype:
@@ -197,7 +197,7 @@ class TensorCache:
 
     def read_finite(self, name: str, index: int | None = None, axis: int = 0) -> np.ndarray:
         """Read a tensor, or one entry of a stacked one; reject NaN and infinities."""
-        if index is None or (name in self.file.places and axis == 0):
+        if index is None or (name in self.file.offsets and axis == 0):
             return self._read_cached(name, index, most=1)
         # A stack can only be read whole. Three are cached, so that separate q, k and v of all
         # layers need one read each.

@@ -238,11 +238,11 @@ class Plan:
             for layer in source_layers:
                 written = _spec_in(self.layout, layer.spec, self.drop)
                 layers.append(replace(layer, written=written))
-            placed, is_stacked = _placed(layers, prefix, to)
+            by_prefix, is_stacked = _by_target_prefix(layers, prefix, to)
             self.converted += layers
-            self.layers.update(placed)
+            self.layers.update(by_prefix)
             if is_stacked:
-                self.stacked.update(placed)
+                self.stacked.update(by_prefix)
             self.prefix = to if len(groups) == 1 else None
 
     def add_tensors(self) -> None:
@@ -632,7 +632,7 @@ def _spec_in(layout: Layout, spec: AttentionSpec, drop: Collection[str]) -> Atte
     return spec
 
 
-def _placed(
+def _by_target_prefix(
     layers: list[FileLayer], prefix: str, to_prefix: str
 ) -> tuple[dict[str, list[FileLayer]], bool]:
     """Return the layers under each prefix of the target, and whether they are stacked there.
@@ -661,14 +661,14 @@ def _placed(
         )
     if stacks:
         return {to_prefix: _in_stack_order(layers, prefix)}, True
-    placed: dict[str, list[FileLayer]] = {}
+    by_prefix: dict[str, list[FileLayer]] = {}
     for layer in layers:
         numbers_of_layer = (*layer.numbers, str(layer.index)) if splits else layer.numbers
         to = to_prefix
         for number in numbers_of_layer:
             to = to.replace("{i}", number, 1)
-        placed.setdefault(to, []).append(layer)
-    return placed, is_stack and not splits
+        by_prefix.setdefault(to, []).append(layer)
+    return by_prefix, is_stack and not splits
 
 
 def _in_stack_order(layers: list[FileLayer], prefix: str) -> list[FileLayer]:

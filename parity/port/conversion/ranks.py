@@ -26,7 +26,7 @@ from parity.measure.files import FileTensor, TensorFile, TensorInfo, open_tensor
 from parity.measure.files.reading import SUFFIXES
 from parity.measure.files.target import (
     Batch,
-    check_place,
+    check_folder_of,
     errors_name,
     locked,
     move,
@@ -235,9 +235,9 @@ def _join(
             folder, "be read without its other tensors", remedy={"keep_rest": False}, hint=hint
         )
     whole = np.empty(info.shape, info.dtype)
-    places = division.parts(whole, len(files))
+    parts_of_ranks = division.parts(whole, len(files))
     previous = b""
-    for rank, (file, place) in enumerate(zip(files, places, strict=True)):
+    for rank, (file, part_of_whole) in enumerate(zip(files, parts_of_ranks, strict=True)):
         part = file.read(name)
         content = part.tobytes()
         if division.axis is None and rank > 0 and content != previous:
@@ -249,7 +249,7 @@ def _join(
             raise InputError(
                 folder, "have each head on one rank", tensor=name, ranks=[rank - 1, rank], hint=hint
             )
-        place[...] = part.reshape(place.shape)
+        part_of_whole[...] = part.reshape(part_of_whole.shape)
         previous = content
     return whole
 
@@ -306,21 +306,21 @@ def write_ranks(
 
     _refuse_used(folder)
     if not folder.exists():
-        check_place(folder_as_passed.rstrip(os.sep))
-    place = Path(os.path.realpath(folder))  # `.` has no name, and its parent is `.`
-    with errors_name(folder), scratch_beside(place) as scratch:
-        written = scratch / place.name
+        check_folder_of(folder_as_passed.rstrip(os.sep))
+    target = Path(os.path.realpath(folder))  # `.` has no name, and its parent is `.`
+    with errors_name(folder), scratch_beside(target) as scratch:
+        written = scratch / target.name
         for rank in range(count):
             path = written / ranks.file.format(rank=f"{rank:02}")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_tensors(path, own_infos, partial(read_part, rank=rank), metadata, dry_run=dry_run)
         if not dry_run:
-            with locked(place.parent):
+            with locked(target.parent):
                 _refuse_used(folder)
-                if place.is_dir():  # it is filled, not replaced: it may be the current folder
-                    move(Batch(sorted(os.listdir(written)), written, place))
+                if target.is_dir():  # it is filled, not replaced: it may be the current folder
+                    move(Batch(sorted(os.listdir(written)), written, target))
                 else:
-                    move(Batch([place.name], scratch, place.parent))
+                    move(Batch([target.name], scratch, target.parent))
     return folder
 
 

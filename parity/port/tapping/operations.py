@@ -178,8 +178,8 @@ class LayerOperations:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> None:
         """Record a product as one with attention weights, or as new scores."""
-        left_place, right_place = PRODUCTS[name]
-        left, right = args[left_place], args[right_place]
+        left_index, right_index = PRODUCTS[name]
+        left, right = args[left_index], args[right_index]
         if _has_softmax(self._origins_of([right])):  # values · weights, both transposed
             self.contexts.append(Product(right.mT, left.mT, result.mT))
             return
@@ -417,8 +417,8 @@ def _heads(x: Tensor, batch_size: int, num_tokens: int, sizes: list[int]) -> Ten
         sizes: of the axes before keys; they show whether tokens come before groups.
     """
     groups = x.shape[1] // num_tokens
-    places = {size: place for place, size in enumerate(sizes)}
-    if groups == 1 or places.get(num_tokens, len(sizes)) > places.get(groups, -1):
+    axis_by_size = {size: axis for axis, size in enumerate(sizes)}
+    if groups == 1 or axis_by_size.get(num_tokens, len(sizes)) > axis_by_size.get(groups, -1):
         return x.reshape(batch_size, -1, num_tokens, x.shape[-1])
     x = x.reshape(batch_size, -1, num_tokens, groups, x.shape[-1])
     return x.transpose(2, 3).flatten(1, 2)

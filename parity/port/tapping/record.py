@@ -175,12 +175,12 @@ class Tapped:
         """
         layers = []
         tensors = {}
-        for place, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             calls = []
             for number, call in enumerate(layer.calls):
                 calls.append({name: getattr(call, name) for name in OF_CALL})
                 for name, value in call.values.items():
-                    tensors[f"{place}/{number}/{name}"] = value
+                    tensors[f"{index}/{number}/{name}"] = value
             layers.append({**vars(layer), "calls": calls})
         description = {"layers": layers, "config": self.config, "model": self.model}
         text = json.dumps(description, sort_keys=True)
@@ -219,8 +219,8 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
                 "config", "be a dict, and model text", config=tapped.config, model=tapped.model
             )
         for key, value in tensors.items():
-            place, number, name = key.split("/", 2)
-            tapped.layers[int(place)].calls[int(number)].values[name] = value
+            index, number, name = key.split("/", 2)
+            tapped.layers[int(index)].calls[int(number)].values[name] = value
         for layer in tapped.layers:
             for call in layer.calls:
                 _check_shapes(layer.name, call.values)

@@ -74,9 +74,9 @@ def tap_torch(
         for module in modules.values():
             model_state.listen(module, stack)
         listeners: dict[nn.Module, _TorchListener] = {}
-        for place, name in enumerate(names):
+        for number, name in enumerate(names):
             module = modules[name]
-            layer = _new_layer(name, module, place, kinds)
+            layer = _new_layer(name, module, number, kinds)
             tapped.layers.append(layer)
             operations = LayerOperations(sees_functions=sees_functions)
             module_config = getattr(module, "config", config)
@@ -91,18 +91,18 @@ def _is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or bool(module._compiled_call_impl)
 
 
-def _new_layer(name: str, module: nn.Module, place: int, kinds: list[str]) -> TappedLayer:
+def _new_layer(name: str, module: nn.Module, number: int, kinds: list[str]) -> TappedLayer:
     """Return an empty recording of a module.
 
     Args:
         name: of the module.
         module: the module.
-        place: its index among the tapped modules.
+        number: its index among the tapped modules.
         kinds: type of each layer of the model; empty if unknown.
     """
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
-        index = place
+        index = number
     kind = kinds[index] if 0 <= index < len(kinds) else ""
     is_causal = getattr(module, "is_causal", None)
     if not isinstance(is_causal, bool):

@@ -154,7 +154,7 @@ def pairs_of_layers(options: Options) -> Iterator[Pairs]:
         first = opened[0].in_order
         second = _in_order_of(first, opened[1].in_order)
         have_one_layer = len(first) == len(second) == 1
-        if _places(first) != _places(second) and not have_one_layer:
+        if _indices_of(first) != _indices_of(second) and not have_one_layer:
             for words in by_reason(of_files(options.files, opened)):
                 warn(f"not compared: {words}")
             counts = [f"{len(layers)} ({layers[0].label}, …)" for layers in (first, second)]
@@ -192,8 +192,8 @@ def _layouts_without_metadata(checkpoints: list[Checkpoint], layout: str) -> lis
     return [None if has_metadata else layout for has_metadata in have_metadata]
 
 
-def _places(layers: list[FileLayer]) -> list[Any]:
-    return [layer.place for layer in layers]
+def _indices_of(layers: list[FileLayer]) -> list[Any]:
+    return [layer.indices for layer in layers]
 
 
 def _in_order_of(first: list[FileLayer], second: list[FileLayer]) -> list[FileLayer]:

@@ -64,7 +64,7 @@ def _observe_model(options: Options) -> Result:
     """Print the specification of each layer of a live model, or why there is none."""
     from parity.explain.conformance.discover import load_callable
     from parity.explain.identification.layers import layers_of
-    from parity.measure.core.user_code import place_of, user_code
+    from parity.measure.core.user_code import line_of, user_code
     from parity.use.reporting.console import console, working
 
     if options.part is not None:
@@ -74,7 +74,7 @@ def _observe_model(options: Options) -> Result:
         with user_code(options.live):
             result = function()
     except Exception as error:  # a user's function may raise anything
-        raised = f"{type(error).__name__}: {error}, {place_of(error)}"
+        raised = f"{type(error).__name__}: {error}, {line_of(error)}"
         rule = "be a function without arguments that returns a model and its inputs by name"
         raise refusal("--live", rule, raised) from error
     values = result if isinstance(result, tuple) else (result,)

@@ -208,7 +208,7 @@ class FirstFinding(TypedDict):
     more: Annotated[str, "command that prints more"]
 
 
-class PlaceOfError(TypedDict):
+class LocationOfError(TypedDict):
     """The part of a stage that is wrong; indices are null if the stage has no such axis."""
 
     words: Annotated[str, "its description"]
@@ -227,7 +227,7 @@ class PatternOfError(TypedDict):
 
     name: Annotated[str, "its name"]
     about: Annotated[str, "the error in a line"]
-    numbers: Annotated[Record, "its fitted parameters by name"]
+    fitted: Annotated[Record, "its fitted parameters by name"]
     parameters: Annotated[int, "number of fitted parameters"]
     pages: Annotated[list[str], "pages about it"]
     fixes: Annotated[list[str], "how to fix it"]
@@ -236,7 +236,7 @@ class PatternOfError(TypedDict):
 class DescribedError(TypedDict):
     """A wrong stage that no known bug explains."""
 
-    place: Annotated[PlaceOfError, "where it is wrong"]
+    location: Annotated[LocationOfError, "where it is wrong"]
     patterns: Annotated[list[PatternOfError], "patterns that explain it, the simplest first"]
     signs: Annotated[list[str], "unexpected properties, which explain nothing by themselves"]
 
@@ -255,7 +255,7 @@ class FindingRecord(FirstFinding):
     error: Annotated[Number, "error with the bugs in the reference"]
     ratio: Annotated[Number, "that error / budget"]
     others: Annotated[list[str], "other explanations that the stages cannot distinguish"]
-    description: Annotated[DescribedError | None, "place, patterns and signs; null for a known bug"]
+    description: Annotated[DescribedError | None, "location, patterns and signs; null for a known bug"]
     nearest: Annotated[list[list[Any]], "bugs that reduce the error most, and the error left"]
     num_tried: Annotated[int, "number of known bugs that were tried on an unexplained stage"]
 

@@ -390,7 +390,7 @@ def number_of(layer: FileLayer) -> int:
     """Return the number of a layer in its model."""
     if layer.model is not None:
         return layer.model.index
-    return layer.place[-1] if layer.place else 0
+    return layer.indices[-1] if layer.indices else 0
 
 
 def names_of(layers: Sequence[FileLayer]) -> dict[str, str]:

@@ -597,11 +597,11 @@ def _in_order(names: Iterable[str]) -> list[str]:
         return names
     kinds = list(STAGES)
 
-    def place_in_flow(name: str) -> tuple[int, int]:
+    def position_in_flow(name: str) -> tuple[int, int]:
         stage = stage_named(name)
         step = -1 if stage.step is None else stage.step
         if stage.kind not in kinds:  # the gradient of a weight
             return step, len(kinds)
         return step, kinds.index(stage.kind)
 
-    return sorted(names, key=place_in_flow)
+    return sorted(names, key=position_in_flow)

@@ -102,16 +102,16 @@ def stopped(case: Case) -> Iterator[Edit]:
     yield _stopped("kv-input", words, ["k_input", "v_input"], "grad.query")
 
 
-def _stopped_stage(place: str, words: str, *names: str) -> Iterator[Edit]:
+def _stopped_stage(site: str, words: str, *names: str) -> Iterator[Edit]:
     """Yield stages whose recorded gradient is 0, or right and not passed on."""
     stages = [f"grad.{name}" for name in names]
-    yield _stopped(place, words, names, *stages)
-    yield _stopped(place, words, [f"before {name}" for name in names], *stages)
+    yield _stopped(site, words, names, *stages)
+    yield _stopped(site, words, [f"before {name}" for name in names], *stages)
 
 
-def _stopped(place: str, words: str, names: Collection[str], *stages: str) -> Edit:
+def _stopped(site: str, words: str, names: Collection[str], *stages: str) -> Edit:
     about = f"no gradient flows through {words}"
-    return _bug(STOPPED, f"grad-stopped-at-{place}", about, _passing(names, _zero), *stages)
+    return _bug(STOPPED, f"grad-stopped-at-{site}", about, _passing(names, _zero), *stages)
 
 
 def stopped_norms(case: Case) -> Iterator[Edit]:
@@ -194,10 +194,10 @@ def without_gradient(case: Case) -> Iterator[Edit]:
         yield _without("relative-bias", "the table of the relative bias", "relative_bias")
 
 
-def _without(place: str, words: str, *names: str) -> Edit:
+def _without(site: str, words: str, *names: str) -> Edit:
     return _bug(
         STOPPED,
-        f"grad-missing-of-{place}",
+        f"grad-missing-of-{site}",
         f"{words} gets no gradient",
         _passing(names, _zero),
         *[f"grad.{name}" for name in names],

@@ -32,15 +32,15 @@ from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
 
 
-def _scores_without_places(
-    _: Layer, original: Override, values: Values, *places: np.ndarray
+def _scores_without_positions(
+    _: Layer, original: Override, values: Values, *positions: np.ndarray
 ) -> dict[str, np.ndarray]:
     return original(values)
 
 
 RESTARTED = (
     "the distance is counted from the first key in each call with a cache",
-    {"scores": _scores_without_places},
+    {"scores": _scores_without_positions},
 )
 """The description and overrides of a bug that all of them can have."""
 
@@ -191,23 +191,23 @@ def _of_grid(right: GridBias) -> Iterator[Edit]:
         yield bug("grid-bias-class-token", about, {"bucket_on": after(exchanged)})
 
 
-Places = tuple[GridBias, np.ndarray, np.ndarray]
+GridPositions = tuple[GridBias, np.ndarray, np.ndarray]
 """A grid, and the positions of queries and keys among its tokens."""
 
 
-def _query_and_key_exchanged(grid: GridBias, query: np.ndarray, key: np.ndarray) -> Places:
+def _query_and_key_exchanged(grid: GridBias, query: np.ndarray, key: np.ndarray) -> GridPositions:
     return grid, key, query
 
 
-def _counted_by_columns(grid: GridBias, query: np.ndarray, key: np.ndarray) -> Places:
+def _counted_by_columns(grid: GridBias, query: np.ndarray, key: np.ndarray) -> GridPositions:
     return grid, _by_columns(grid, query), _by_columns(grid, key)
 
 
-def _by_columns(grid: GridBias, place: np.ndarray) -> np.ndarray:
+def _by_columns(grid: GridBias, position: np.ndarray) -> np.ndarray:
     """Return the positions, row by row, of tokens that are counted column by column."""
     first = int(grid.class_token)
-    column, row = np.divmod(place - first, grid.height)
-    return np.where(place < first, place, row * grid.width + column + first)
+    column, row = np.divmod(position - first, grid.height)
+    return np.where(position < first, position, row * grid.width + column + first)
 
 
 def _buckets_exchanged(one: int, other: int, buckets: np.ndarray) -> np.ndarray:
@@ -260,9 +260,9 @@ def _products_with_tables(right: RelativeProducts, bug: Callable[..., Edit]) -> 
             "queries have the vectors of keys, and keys the vectors of queries",
             {"distance_vectors": named_as(exchanged)},
         )
-        for place, name in enumerate(("queries", "keys")):
+        for index, name in enumerate(("queries", "keys")):
             about = f"products of {name} with vectors of distances are the only ones"
-            alone = {"relative_products": after(partial(_alone, place))}
+            alone = {"relative_products": after(partial(_alone, index))}
             yield bug(f"relative-products-of-{name}-alone", about, alone)
 
 
@@ -301,8 +301,8 @@ def _all_zero(products: list[np.ndarray]) -> list[np.ndarray]:
     return [0.0 * x for x in products]
 
 
-def _alone(place: int, products: list[np.ndarray]) -> list[np.ndarray]:
-    return products[place : place + 1]
+def _alone(index: int, products: list[np.ndarray]) -> list[np.ndarray]:
+    return products[index : index + 1]
 
 
 class _Linear(RelativeBias):

@@ -129,8 +129,8 @@ def permuted_heads(expected: Values, observed: Values) -> list[Edit]:
         if num_heads < 3:  # with two heads the other order is a known bug
             continue
         order = _nearest_heads(expected[stage], observed[stage])
-        in_place = np.arange(num_heads)
-        known_orders = [in_place, *(wrong.order(num_heads) for wrong in HEAD_ORDERS)]
+        original_order = np.arange(num_heads)
+        known_orders = [original_order, *(wrong.order(num_heads) for wrong in HEAD_ORDERS)]
         is_known = any(np.array_equal(order, known) for known in known_orders)
         if len(set(order)) == num_heads and not is_known:
             bugs.append(permuted(name, order))

@@ -516,9 +516,9 @@ def _angles_rounded(
         of_pairs = positions[axes(layer.rope(), layer.problem.spec.head_dim)]
     else:
         of_pairs = np.broadcast_to(positions, (right.shape[-1], *positions.shape))
-    places = np.moveaxis(of_pairs, 0, -1)[:, None].astype(np.float64)
+    positions_of_pairs = np.moveaxis(of_pairs, 0, -1)[:, None].astype(np.float64)
     # Frequencies may depend on the longest position, so they are taken from the angles themselves.
-    of_tokens = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
+    of_tokens = np.divide(right, positions_of_pairs, out=np.zeros(right.shape), where=positions_of_pairs != 0.0)
     of_tokens = of_tokens.astype(np.float32)
     if POWERS in numbers:
         powers = np.divide(
@@ -529,8 +529,8 @@ def _angles_rounded(
     if FREQUENCIES in numbers:
         of_tokens = cut(of_tokens)
     if POSITIONS in numbers:
-        places = cut(places)
-    angles = (of_tokens.astype(np.float64) * places).astype(right.dtype)
+        positions_of_pairs = cut(positions_of_pairs)
+    angles = (of_tokens.astype(np.float64) * positions_of_pairs).astype(right.dtype)
     if ANGLES in numbers:
         return _rounded(layer, angles, cut)
     return angles

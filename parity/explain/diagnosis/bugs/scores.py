@@ -185,7 +185,7 @@ def _capped_before_scale(cap: float, scale: float, scores: np.ndarray) -> np.nda
 
 
 def _capped_after_bias(
-    cap: float, layer: Layer, _: Override, values: Values, *places: Any
+    cap: float, layer: Layer, _: Override, values: Values, *positions: Any
 ) -> dict[str, np.ndarray]:
     bias = layer.arithmetic.widen(np.asarray(layer.problem.bias))
     biased = layer.products(values) + bias

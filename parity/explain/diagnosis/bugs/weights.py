@@ -184,8 +184,8 @@ def _in_rows_of_others(
     packed_names = [other for other in names if other.endswith(f".{leaf}")]
     parts = [original(other) for other in packed_names]
     ends = np.cumsum([len(part) for part in parts])
-    place = packed_names.index(name)
-    rows = order[ends[place] - len(parts[place]) : ends[place]]
+    index = packed_names.index(name)
+    rows = order[ends[index] - len(parts[index]) : ends[index]]
     return np.concatenate(parts)[rows]
 
 

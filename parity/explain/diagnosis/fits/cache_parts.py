@@ -365,8 +365,8 @@ class _OtherLengths:
         inputs = {}
         for name, side in problem.sides.items():
             inputs[name] = problem.step_input(right.index, side)
-        places = problem.case.first_position + right.slots
-        return right.layer.project({**inputs, "q": right.x}, places)
+        positions = problem.case.first_position + right.slots
+        return right.layer.project({**inputs, "q": right.x}, positions)
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         grown = self._right.cache(values)

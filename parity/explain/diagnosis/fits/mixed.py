@@ -222,8 +222,8 @@ def lost_rows(difference: Difference) -> Iterator[Edit]:
         words = (
             f"the context of {count} of {size} rows of heads is 0 there, as if a kernel lost rows"
         )
-        numbers = {"head, sequence, position": lost}
-        yield difference.pattern("lost rows", words, numbers, 1, families=(of.LOST,))
+        fitted = {"head, sequence, position": lost}
+        yield difference.pattern("lost rows", words, fitted, 1, families=(of.LOST,))
 
 
 def mixtures(difference: Difference) -> Iterator[Edit]:
@@ -242,12 +242,12 @@ def mixtures(difference: Difference) -> Iterator[Edit]:
     if not _may_be_a_mixture(difference, by_token, wanted, columns):
         return
     terms = _terms_of_mixture(by_token, columns)
-    numbers, _, rank, _ = np.linalg.lstsq(terms, wanted.ravel(), rcond=None)
-    mixture = numbers.reshape(heads, heads)
+    coefficients, _, rank, _ = np.linalg.lstsq(terms, wanted.ravel(), rcond=None)
+    mixture = coefficients.reshape(heads, heads)
     is_wrong = np.abs(mixture - np.eye(heads)).max(axis=1) > LEAST
     if not is_wrong.any() or rank != heads**2:
         return
-    if difference.is_explained_by((terms @ numbers).reshape(difference.expected.shape) + bias):
+    if difference.is_explained_by((terms @ coefficients).reshape(difference.expected.shape) + bias):
         yield difference.pattern(
             "heads in output",
             _mixture_words(mixture, np.flatnonzero(is_wrong)),
@@ -271,11 +271,11 @@ def _may_be_a_mixture(
     # From the last token on: the first ones of a causal layer have equal heads.
     terms = _terms_of_mixture(by_token[::-step], columns)
     some = wanted[::-step].ravel()
-    numbers, _, rank, _ = np.linalg.lstsq(terms, some, rcond=None)
+    coefficients, _, rank, _ = np.linalg.lstsq(terms, some, rcond=None)
     if rank != heads**2:
         return True  # these tokens do not tell
-    # Least squares leaves no more than the right numbers do, in the root mean square.
-    left = float(np.sqrt(np.mean((terms @ numbers - some) ** 2)))
+    # Least squares leaves no more than the right coefficients do, in the root mean square.
+    left = float(np.sqrt(np.mean((terms @ coefficients - some) ** 2)))
     growth = 1.0
     if difference.scale:
         growth = max(growth, float(np.abs(difference.actual).max()) / difference.scale)
@@ -342,10 +342,10 @@ def _mixture_words(mixture: np.ndarray, wrong: np.ndarray) -> str:
     return f"the output uses other heads: {and_listed(heads)}"
 
 
-def _made_of(numbers: np.ndarray) -> str:
+def _made_of(coefficients: np.ndarray) -> str:
     """Describe the heads of which one is made."""
     terms = []
-    for head, number in enumerate(numbers):
+    for head, number in enumerate(coefficients):
         if abs(number) > LEAST:
             terms.append(f"{readable(float(number))} * head {head}")
     return " + ".join(terms) or "0"
