@@ -720,7 +720,7 @@ def inputs_for(model, seed, *, every=False):
                 yield dict(zip(names, choice, strict=True))
 
 
-def placed(inputs, config, reason):
+def with_required_tokens(inputs, config, reason):
     """Return inputs with the number of image or audio tokens that an error requires, or None."""
     found = re.search(
         r"(\w+) features and \w+ tokens do not match.*?tokens:? *\d+.*?features:? *(\d+)", reason
@@ -752,7 +752,7 @@ def call_of(model, part="", *, every=False):
                 reasons.append(
                     f"{type(called).__name__}({', '.join(inputs)}): {type(error).__name__}: {error}"
                 )
-                inputs = placed(inputs, called.config, str(error)) if every else None
+                inputs = with_required_tokens(inputs, called.config, str(error)) if every else None
                 if inputs is None:
                     break
                 continue

@@ -74,14 +74,14 @@ def _run_here(words: list[str], folder: Path, env: dict[str, str]) -> tuple[int,
 
     others = take_out()  # modules of the same names, imported by other tests from elsewhere
     # A new process searches for modules next to a program, and in the folder only for `python`.
-    places = (
+    folders = (
         [str(folder), *sys.path]
         if words[0] == "python"
-        else [place for place in sys.path if place != str(folder)]
+        else [path for path in sys.path if path != str(folder)]
     )
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, env, clear=True))
-        stack.enter_context(mock.patch.object(sys, "path", places))
+        stack.enter_context(mock.patch.object(sys, "path", folders))
         stack.enter_context(mock.patch.object(sys, "argv", words[1:]))
         for context in (chdir(folder), redirect_stdout(printed), redirect_stderr(errors)):
             stack.enter_context(context)

@@ -49,7 +49,7 @@ def test_sets_of_ports_are_large_enough():
 
 def test_bugs_are_where_records_say(style):
     """Each unedited port is right, and each bug is at the
-    stage and the places that its record states.
+    stage and the indices that its record states.
     """
     differ = {}
     for bug in BUGS.values():

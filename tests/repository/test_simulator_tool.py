@@ -133,10 +133,10 @@ def test_library_is_set_up_with_environment(capsys, tool, library, python, tmp_p
         ["sh", "-c", f"{printed.out}env"], capture_output=True, text=True, check=True, env={}
     )
     environment = dict(line.split("=", 1) for line in shell.stdout.splitlines())
-    placed = Path(environment["TT_METAL_SIMULATOR"])
-    assert placed == folder / arch / library.name
-    assert placed.read_bytes() == ELF
-    assert (placed.parent / "soc_descriptor.yaml").read_text().startswith(arch)
+    installed = Path(environment["TT_METAL_SIMULATOR"])
+    assert installed == folder / arch / library.name
+    assert installed.read_bytes() == ELF
+    assert (installed.parent / "soc_descriptor.yaml").read_text().startswith(arch)
     root = Path(environment["TT_METAL_RUNTIME_ROOT"])
     assert all(
         (root / link).is_dir() for link in ("tt_metal", "ttnn", "runtime/hw", "runtime/sfpi")

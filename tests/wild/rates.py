@@ -132,11 +132,11 @@ def is_caught(verdict: Verdict) -> bool:
 
 
 def is_located(verdict: Verdict) -> bool:
-    """Return whether it names a bug, or reports the place or the pattern of the first stage that differs."""
+    """Return whether it names a bug, or reports the location or the pattern of the first stage that differs."""
     unnamed = [each for each in verdict.get("said", {}).get("findings", []) if not each["bugs"]]
     description = unnamed[0]["description"] if unnamed else None
     is_somewhere = description is not None and (
-        description["place"]["words"] != "everywhere" or any("are NaN: only" in sign for sign in description["signs"])
+        description["location"]["words"] != "everywhere" or any("are NaN: only" in sign for sign in description["signs"])
     )
     return bool(verdict["names"]) or is_somewhere or bool(description and description["patterns"])
 

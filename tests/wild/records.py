@@ -84,7 +84,7 @@ class Bug:
         edit: the text that is replaced, which stands once in the port, and what replaces it.
         says: what is wrong, in a sentence.
         stage: the first stage that is wrong, of those that are recorded.
-        limited: where that stage is wrong, if it is only in some places: indices by the letter of the axis.
+        limited: where that stage is wrong, if it is only in a part: indices by the letter of the axis.
         pattern: the map from the right values to the wrong ones, if a few words describe it.
         in_output: whether the output is wrong at all.
         dtype: of weights and inputs.

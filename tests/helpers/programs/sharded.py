@@ -186,14 +186,14 @@ def generated():
     lengths = [np.array([16, 3, 9, 0], np.int32), *np.ones((32, 4), np.int32)]
     drawn = mha_jax.MultiHeadAttentionWithCache(spec, rngs=nnx.Rngs(0))
 
-    def outputs(dtype, place=lambda module, cache: (module, cache), place_input=jnp.asarray):
+    def outputs(dtype, shard=lambda module, cache: (module, cache), shard_input=jnp.asarray):
         with jax.enable_x64(dtype == np.float64):
             module = nnx.clone(drawn)
             nnx.update(
                 module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param))
             )
             module.kernel = SMALL_BLOCKS
-            module, cache = place(module, module.init_cache(4, 48))
+            module, cache = shard(module, module.init_cache(4, 48))
             graph, state = nnx.split(module)
             step = jax.jit(
                 lambda state, x, cache, new: nnx.merge(graph, state)(x, cache, new_lengths=new)
@@ -202,16 +202,16 @@ def generated():
             for index, new in enumerate(lengths):
                 end = begin + (16 if index == 0 else 1)
                 output, cache = step(
-                    state, place_input(x[:, begin:end].astype(dtype)), cache, place_input(new)
+                    state, shard_input(x[:, begin:end].astype(dtype)), cache, shard_input(new)
                 )
                 found[f"step{index}"], begin = np.asarray(output), end
             return found | {"keys": np.asarray(cache.keys), "values": np.asarray(cache.values)}
 
-    def place(module, cache):
+    def shard(module, cache):
         cache = parallel.shard_cache(cache, mesh, batch="data", heads="heads")
         return parallel.shard(module, mesh, heads="heads"), cache
 
-    actual = outputs(np.float32, place, lambda x: jax.device_put(x, on(mesh, "data")))
+    actual = outputs(np.float32, shard, lambda x: jax.device_put(x, on(mesh, "data")))
     try:
         parity.assert_parity(actual, outputs(np.float64), same_precision=outputs(np.float32))
     except AssertionError as error:

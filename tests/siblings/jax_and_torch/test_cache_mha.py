@@ -129,13 +129,13 @@ def feed_ragged(sibling, module, x, steps):
     for new_lengths in steps:
         is_new = np.arange(2) < np.array(new_lengths)[:, None]
         rows, columns = np.nonzero(is_new)
-        places = rows, num_fed[rows] + columns
+        rows_and_columns = rows, num_fed[rows] + columns
         new_tokens = np.full_like(
             x[:, :2], 1e3
         )  # padding that would change the output if it were read
-        new_tokens[is_new] = x[places]
+        new_tokens[is_new] = x[rows_and_columns]
         output, cache = module(sibling.array(new_tokens), cache, new_lengths=list(new_lengths))
-        outputs[places] = sibling.numpy(output)[is_new]
+        outputs[rows_and_columns] = sibling.numpy(output)[is_new]
         num_fed += new_lengths
     return outputs, num_fed
 

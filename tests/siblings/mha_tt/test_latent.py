@@ -218,13 +218,13 @@ def test_ragged_latents_equal_each_alone(device, steps, dtype):
         new_tokens = np.full((3, new_lengths.max(), 24), np.nan)  # in the padding
         is_new = np.arange(new_lengths.max()) < new_lengths[:, None]
         rows, columns = np.nonzero(is_new)
-        places = rows, num_fed[rows] + columns
-        new_tokens[is_new] = x[places]
+        rows_and_columns = rows, num_fed[rows] + columns
+        new_tokens[is_new] = x[rows_and_columns]
         stepped, cache = module(
             mha_tt.upload(new_tokens, device=device, dtype=dtype), cache, new_lengths=new_lengths
         )
         stepped = mha_tt.download(stepped)
-        output[places] = stepped[is_new]
+        output[rows_and_columns] = stepped[is_new]
         assert not stepped[~is_new].any()
         num_fed += new_lengths
     is_fed = np.arange(40) < num_fed[:, None]

@@ -477,7 +477,7 @@ BIASES = {
 }
 
 
-# The place of a bias, a mask next to it and its dtype are combined; its shape is combined only with
+# The memory of a bias, a mask next to it and its dtype are combined; its shape is combined only with
 # a mask.
 @sample(12)
 @both_dtypes
@@ -485,8 +485,8 @@ BIASES = {
 @pytest.mark.parametrize(
     ("axes", "on", "masked"),
     [
-        (axes, ("host", "device")[(place + masked) % 2], masked)
-        for place, axes in enumerate(BIASES)
+        (axes, ("host", "device")[(number + masked) % 2], masked)
+        for number, axes in enumerate(BIASES)
         for masked in (0, 1)
     ],
 )

@@ -81,12 +81,12 @@ def test_first_wrong_operation_is_located(monkeypatch, layer, name, change):
     line.
     """
     broken(monkeypatch, name, change)
-    place = rf"operation \d+, {re.escape(name)} of \(.*\), .*mha_tt.*\.py:\d+:"
-    with pytest.raises(AssertionError, match=place), parity.assert_operations():
+    location = rf"operation \d+, {re.escape(name)} of \(.*\), .*mha_tt.*\.py:\d+:"
+    with pytest.raises(AssertionError, match=location), parity.assert_operations():
         layer()
 
 
-def test_reported_place_is_line_of_program(monkeypatch, device):
+def test_reported_location_is_line_of_program(monkeypatch, device):
     """The reported line number is the line of the program that calls the operation."""
     broken(monkeypatch, "ttnn.softmax", lambda x: x + 0.1)
     x = mha_tt.upload(np.ones((1, 1, 32, 32)), device=device)

@@ -80,7 +80,7 @@ def given_by(problem, name=None):
 def patterns_of(diagnosis):
     """Return the simplest pattern of each stage that has patterns, and its values."""
     found = [each.description for each in diagnosis.findings if each.description is not None]
-    return {each.patterns[0].name: each.patterns[0].numbers for each in found if each.patterns}
+    return {each.patterns[0].name: each.patterns[0].fitted for each in found if each.patterns}
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_correct_stages_pass_at_size(problems):
 
 
 def test_unsampled_error_is_found(problems):
-    """One wrong element is unknown, and `assert_parity` has its place, though no sample has it."""
+    """One wrong element is unknown, and `assert_parity` shows its location, though no sample has it."""
     output = given_by(problems["llama"])["output"]
     output[0, 100, 200] += 0.1
     diagnosis = diagnose({"output": output}, problems["llama"], seconds=0.5)

@@ -605,7 +605,7 @@ def test_a_verified_pattern_is_the_headline(change, pattern, number):
     assert (diagnosis.kind, diagnosis.stage, named_bugs(diagnosis)) == (kind, "attn_weights", pages)
     found = (diagnosis.unnamed[0] if number is None else diagnosis.named[0]).description.patterns[0]
     assert found.name == pattern
-    assert number is None or found.numbers["p"] == pytest.approx(number, rel=1e-4)
+    assert number is None or found.fitted["p"] == pytest.approx(number, rel=1e-4)
     assert diagnosis.cause.endswith(found.about)
     assert "unknown" not in str(diagnosis)
 
@@ -630,7 +630,7 @@ def test_relative_bias_distance_is_fitted():
             ("relative-bias",),
             "max_distance",
         )
-        assert pattern.numbers == {"value": 128, "expected": 40}
+        assert pattern.fitted == {"value": 128, "expected": 40}
         assert found.about == "the max_distance of the relative bias is 128 instead of 40"
         assert diagnosis.more == "mha-parity bugs relative-bias"
 
@@ -684,7 +684,7 @@ def test_pattern_must_hold_in_earlier_calls():
     of_values, of_queries = diagnose(given, problem).findings
     assert of_values.stage == "step0.v"
     assert (of_queries.stage, of_queries.follows) == (names[1], (names[2],))
-    assert of_queries.pattern.numbers["value"] == 1.6
+    assert of_queries.pattern.fitted["value"] == 1.6
 
 
 def test_chance_fit_of_rope_is_left_out():
@@ -693,7 +693,7 @@ def test_chance_fit_of_rope_is_left_out():
     observed = observed_in(problem, [frequencies_times(1.0, 0.9, *[1.0] * 6)])
     (unknown,) = diagnose({"q": observed["q"]}, problem).unnamed
     assert [pattern.name for pattern in unknown.description.patterns] == ["rope frequencies"]
-    assert unknown.pattern.numbers["used"][1] / unknown.pattern.numbers["right"][
+    assert unknown.pattern.fitted["used"][1] / unknown.pattern.fitted["right"][
         1
     ] == pytest.approx(0.9, rel=1e-4)
 

@@ -146,7 +146,7 @@ def test_rounded_copy_names_both_dtypes(dtype, is_first):
     assert 0.25 < found.max_ulp <= 0.5
     assert found.how.startswith(f"weights the same up to rounding in {dtype}: ")
     which = "the second is the first" if is_first else "the first is the second"
-    assert f"{which}, float32 rounded to {dtype}, at most 0.5 units in the last place" in found.how
+    assert f"{which}, float32 rounded to {dtype}, at most 0.5 units in the last index" in found.how
 
 
 def test_copy_counts_elements_that_become_0():
@@ -173,7 +173,7 @@ def test_tensor_lost_in_copy_is_different():
     ("steps", "kind"), [(1, "rounding"), (4, "rounding"), (5, "different"), (100, "different")]
 )
 def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
-    """Up to 4 units in the last place are rounding; 5 or more are a difference with a place."""
+    """Up to 4 units in the last index are rounding; 5 or more are a difference with a index."""
     weights = {name: x.astype(dtype_named(dtype)) for name, x in random_weights(PLAIN).items()}
     other = {**weights, "v_proj.weight": weights["v_proj.weight"].copy()}
     for _ in range(steps):
@@ -186,7 +186,7 @@ def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
         steps == 100 and found.max_ulp > 100
     )  # 100 steps pass a power of two
     if kind == "rounding":
-        assert f"at most {steps} units in the last place apart, in 1 of 1088 elements" in found.how
+        assert f"at most {steps} units in the last index apart, in 1 of 1088 elements" in found.how
     else:
         (difference,) = found.differences
         assert (difference.name, difference.differing, difference.pattern) == ("v_proj.weight", 1, None)
@@ -392,7 +392,7 @@ def test_pattern_of_one_head_names_the_head(head):
 
 
 @pytest.mark.parametrize(
-    ("places", "words"),
+    ("indices", "words"),
     [
         ((slice(5, 7),), "in rows 5 6 the first's, times 1.5"),
         ((slice(5, 6),), "in row 5 the first's, times 1.5"),
@@ -400,14 +400,14 @@ def test_pattern_of_one_head_names_the_head(head):
         ((slice(2, 12),), "in 10 of 16 rows the first's, times 1.5"),
     ],
 )
-def test_pattern_names_its_rows_or_columns(places, words):
+def test_pattern_names_its_rows_or_columns(indices, words):
     """A factor on some rows or columns is a pattern of these; with noise there is no pattern."""
     weights, name = random_weights(PLAIN), "v_proj.weight"
     other = changed(weights, **{name: weights[name].copy()})
-    other[name][places] *= np.float32(1.5)
+    other[name][indices] *= np.float32(1.5)
     found = compared(weights, other)
     assert f"  pattern   the second's is {words}\n" in f"{found}\n"
-    other[name][places] += np.random.default_rng(0).random(other[name][places].shape, np.float32)
+    other[name][indices] += np.random.default_rng(0).random(other[name][indices].shape, np.float32)
     (difference,) = compared(weights, other).differences
     assert difference.pattern is None
 
@@ -676,10 +676,10 @@ def test_one_changed_element_is_different(drawn, data):
     other = reordered(weights, spec, **order) if data.draw(st.booleans()) else {**weights}
     name = data.draw(st.sampled_from(sorted(weights)))
     other[name] = other[name].copy()
-    place = data.draw(st.integers(0, other[name].size - 1))
-    before = other[name].reshape(-1)[place]
+    index = data.draw(st.integers(0, other[name].size - 1))
+    before = other[name].reshape(-1)[index]
     change = data.draw(st.sampled_from([1e-6, 1e-4, -1e-3, 0.5, -3.0]))
-    other[name].reshape(-1)[place] = after = before + np.float32(change)
+    other[name].reshape(-1)[index] = after = before + np.float32(change)
     assume(abs(after - before) > 8 * np.spacing(max(abs(before), abs(after))))
     found = compared(weights, other, spec)
     assert not found.same
@@ -726,7 +726,7 @@ def test_commands_accept_reversed_heads(files, layout, capsys, tmp_path):
 
 @pytest.mark.parametrize("by", [1e-6, 2e-6])
 def test_one_element_is_never_rounding(files, by, capsys, tmp_path):
-    """compare and diagnose report one element off by 1e-6 with its place, not as rounding."""
+    """compare and diagnose report one element off by 1e-6 with its index, not as rounding."""
     weights = random_weights(PLAIN)
     other = changed(weights, q_proj__weight=weights["q_proj.weight"].copy())
     other["q_proj.weight"][3, 5] += np.float32(by)
@@ -764,7 +764,7 @@ def test_float32_file_rounded_to_bfloat16(files, capsys):
         )
         == 0
     )
-    assert "float32 rounded to bfloat16, at most 0.5 units in the last place" in " ".join(
+    assert "float32 rounded to bfloat16, at most 0.5 units in the last index" in " ".join(
         capsys.readouterr().out.split()
     )
 

@@ -131,7 +131,7 @@ FORMS = list(low_products(SCALED.case))
 
 @sample(6)
 @pytest.mark.parametrize(
-    "form", FORMS, ids=[f"{form.name}-{place % 4}" for place, form in enumerate(FORMS)]
+    "form", FORMS, ids=[f"{form.name}-{index % 4}" for index, form in enumerate(FORMS)]
 )
 def test_each_form_of_low_products_is_named(form):
     """Each form of low-precision products is named from all stages."""
@@ -254,7 +254,7 @@ def test_two_bugs_named_if_output_has_nan(name):
 
 
 def test_unexplained_nan_is_located():
-    """A single NaN in the context is unknown, and the message has its place."""
+    """A single NaN in the context is unknown, and the message has its location."""
     problem = make_problem(CASES["causal"], "float32")
     stages = {
         name: x.copy()

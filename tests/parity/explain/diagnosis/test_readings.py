@@ -353,8 +353,8 @@ def test_bug_after_unknown_stage_is_named():
     assert [each.bugs for each in diagnosis.named] == [("out_proj-transposed",)]
 
 
-def test_unexplained_q_has_place_and_pattern():
-    """A factor of 1.25 on one head of q has its place and pattern, also in the JSON."""
+def test_unexplained_q_has_location_and_pattern():
+    """A factor of 1.25 on one head of q has its location and pattern, also in the JSON."""
     problem, values = right(GQA)
     q = values["q"].copy()
     q[:, 3] *= np.float32(1.25)
@@ -367,7 +367,7 @@ def test_unexplained_q_has_place_and_pattern():
     found = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))["findings"][0][
         "description"
     ]
-    assert found["place"]["heads"] == [3]
+    assert found["location"]["heads"] == [3]
 
 
 # ---- assert_parity and the command line ----------------------------------------------------------

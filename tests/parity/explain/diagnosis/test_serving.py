@@ -24,7 +24,7 @@ from parity.explain.diagnosis.bugs.serving import (
     reordered,
 )
 from parity.explain.diagnosis.bugs.sites import NewTokens
-from parity.explain.diagnosis.fits import place_of
+from parity.explain.diagnosis.fits import location_of
 from parity.explain.diagnosis.trial import Trial
 from parity.measure.core.compare import kept_dtype
 from parity.measure.core.trace import Reference
@@ -127,7 +127,7 @@ def test_slots_without_a_token_are_listed():
 
     def signs_of(actual):
         about = {"problem": bug.problem, "unused": unused}
-        description = place_of(name, actual, expected, same, **about)
+        description = location_of(name, actual, expected, same, **about)
         return [sign for sign in description.signs if "no token" in sign or "appended" in sign]
 
     foreign, added = signs_of(bug.recorded()[name].astype(np.float64))

@@ -103,7 +103,7 @@ def plain():
 
 @sample(1)
 @pytest.mark.parametrize("stage", ["q", "output"])
-def test_unknown_error_has_a_place(plain, stage):
+def test_unknown_error_has_a_location(plain, stage):
     """One wrong element of q or the output is unknown, with its position and its size."""
     right = Reference(plain, stages=frozenset({"q", "output"})).same_precision(local=False)
     observed = {name: right[name].copy() for name in ("q", "output")}

@@ -164,7 +164,7 @@ ODDITIES = {
         lambda angles: angles * torch.tensor([1.0, -1.0]).repeat_interleave(4)
     ),
     "all-reversed": on_angles(lambda angles: -angles),
-    "a-token-between-two-places": on_angles(
+    "a-token-between-two-positions": on_angles(
         lambda angles: angles + 0.05 * (torch.arange(angles.shape[-1]) == 0)
     ),
     "every-angle-a-tenth-larger": on_angles(lambda angles: 1.1 * angles),

@@ -88,17 +88,17 @@ def test_second_softmax_rejects_one_layer():
     assert second.spec is not None, second.refusal
 
 
-class Placed(nn.Module):
+class WithPositions(nn.Module):
     """Attention to patches whose first feature is their position and the rest their values, as in
     Pix2Struct.
     """
 
     def __init__(self, change: Callable[..., Any]) -> None:
         super().__init__()
-        self.attention, self.places = Attention(change), nn.Embedding(24, 32)
+        self.attention, self.positions = Attention(change), nn.Embedding(24, 32)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        return self.attention(self.places(patches[..., 0].long()) + patches[..., 1:])
+        return self.attention(self.positions(patches[..., 0].long()) + patches[..., 1:])
 
 
 def patches() -> torch.Tensor:
@@ -109,10 +109,10 @@ def test_positions_in_patches_are_identified():
     """Attention to patches that contain their positions is identified;
     with a bias from the input it is rejected.
     """
-    (found,) = identify(Placed(lambda scores, x: scores).eval(), {"patches": patches()})
+    (found,) = identify(WithPositions(lambda scores, x: scores).eval(), {"patches": patches()})
     assert found.spec is not None, found.refusal
     (found,) = identify(
-        Placed(lambda scores, x: scores + x[:, None, None, :, 0]).eval(), {"patches": patches()}
+        WithPositions(lambda scores, x: scores + x[:, None, None, :, 0]).eval(), {"patches": patches()}
     )
     assert found.spec is None
 

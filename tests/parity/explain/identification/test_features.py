@@ -115,7 +115,7 @@ ODDITIES = {
     "bias-larger": changed(BIAS, lambda bias, *_: 1.001 * bias),
     "bias-of-keys": changed(BIAS, lambda bias, *_: bias.mT),
     "bias-of-heads-exchanged": changed(BIAS, lambda bias, *_: bias.flip(1)),
-    "bias-by-place": changed(BIAS, lambda bias, *_: bias + 0.01 * torch.arange(bias.shape[-1])),
+    "bias-by-position": changed(BIAS, lambda bias, *_: bias + 0.01 * torch.arange(bias.shape[-1])),
     "norm-with-input": changed(NORM, lambda normed, x: normed + 0.01 * x),
     "norm-by-halves": changed(
         NORM, lambda normed, x: torch.cat([normed[..., :16], x[..., 16:]], dim=-1)

@@ -241,7 +241,7 @@ def test_fixed_key_positions_are_seen_near():
     at positions 0 to 15 alone, none far away.
     """
     (layer,) = identified(
-        Decoder(EinsumAttention, key_positions=lambda places: jnp.arange(16)[None]), tokens_of()
+        Decoder(EinsumAttention, key_positions=lambda positions: jnp.arange(16)[None]), tokens_of()
     )
     assert layer.spec == BY_EINSUM
     assert layer.positions == ((0, 15),)
@@ -323,9 +323,9 @@ ODDITIES: dict[str, dict[str, Any]] = {
     "mask-one-off": {"first": -1},
     "mask-without-the-token": {"first": 1},
     "cap-after-the-mask": {"cap_last": True},
-    "positions-of-queries-one-late": {"turned_positions": lambda places: places + 1},
+    "positions-of-queries-one-late": {"turned_positions": lambda positions: positions + 1},
     "positions-only-near": {
-        "turned_positions": lambda places: jnp.where(places < 1000, places, places + 1)
+        "turned_positions": lambda positions: jnp.where(positions < 1000, positions, positions + 1)
     },
     "heads-of-queries-mixed": {"queries": lambda q: q + 0.1 * q[:, :, ::-1]},
     "queries-larger": {"queries": lambda q: q * jnp.where(jnp.arange(8) < 4, 1.01, 1.0)},
@@ -341,7 +341,7 @@ ODDITIES: dict[str, dict[str, Any]] = {
     "weights-sharper": {"weights": lambda weights: weights**1.01},
     "context-of-heads-exchanged": {"context": lambda context: context + 0.1 * context[:, :, ::-1]},
     "context-squashed": {"context": lambda context: 8.0 * jnp.tanh(context / 8.0)},
-    "context-by-place": {
+    "context-by-position": {
         "context": lambda context: context * (1.0 + 0.001 * jnp.arange(16))[:, None, None]
     },
     "output-with-input": {"output": lambda output, x: output + 0.01 * x},

@@ -339,7 +339,7 @@ ODDITIES = {
         after(lambda context: context * (torch.arange(context.shape[2]) > 0)[:, None])
     ),
     "context-squashed": in_attention(after(lambda context: 8.0 * torch.tanh(context / 8.0))),
-    "context-by-place": in_attention(
+    "context-by-position": in_attention(
         after(
             lambda context: context * (1.0 + 0.001 * torch.arange(context.shape[1]))[:, None, None]
         )
@@ -348,14 +348,14 @@ ODDITIES = {
     "output-larger": on_layers(lambda output, x: 1.001 * output),
     "output-with-input": on_layers(lambda output, x: output + 0.01 * x),
     "output-of-the-token-before": on_layers(lambda output, x: output.roll(1, 1)),
-    "projection-by-place": on_children(
+    "projection-by-position": on_children(
         "q_proj", lambda q, x: q * (1.0 + 0.01 * torch.arange(q.shape[1]))[:, None]
     ),
     "projection-with-square": on_children("v_proj", lambda v, x: v + 0.01 * v**2),
-    "rotation-of-a-pair-faster": on_rotation(lambda cos, sin, places: (cos, sin.roll(1, -1))),
-    "rotation-one-late": on_rotation(lambda cos, sin, places: (cos.roll(1, 1), sin.roll(1, 1))),
+    "rotation-of-a-pair-faster": on_rotation(lambda cos, sin, positions: (cos, sin.roll(1, -1))),
+    "rotation-one-late": on_rotation(lambda cos, sin, positions: (cos.roll(1, 1), sin.roll(1, 1))),
     "rotation-only-near": on_rotation(
-        lambda cos, sin, places: (cos, torch.where(places[..., None] < 1000, sin, 0.99 * sin))
+        lambda cos, sin, positions: (cos, torch.where(positions[..., None] < 1000, sin, 0.99 * sin))
     ),
 }
 """Changes of a layer that no field describes, each with a function that injects it."""

@@ -339,7 +339,7 @@ ODDITIES: dict[str, Attend] = {
     "scale-of-heads": on_scores(
         lambda layer, scores: scores * torch.linspace(0.9, 1.1, HEADS)[:, None, None]
     ),
-    "scale-of-places": on_scores(lambda layer, scores: scores * (1.0 + 0.1 * seconds(scores))),
+    "scale-of-positions": on_scores(lambda layer, scores: scores * (1.0 + 0.1 * seconds(scores))),
     "scale-by-size": on_scores(lambda layer, scores: scores * torch.where(scores > 0, 1.0, 0.9)),
     "scores-clipped": on_scores(lambda layer, scores: scores.clamp(-0.3, 0.3)),
     "scores-capped-twice": on_scores(

@@ -48,15 +48,15 @@ class Card(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         # Positions of the first and the second operand.
-        places = {
+        indices_by_function = {
             ATEN.mm.default: (0, 1),
             ATEN.bmm.default: (0, 1),
             ATEN.addmm.default: (1, 2),
             FUSED: (0, 1),
         }
         args = list(args)
-        for place, bits in zip(places.get(function, ()), self.bits, strict=False):
-            args[place] = cut(args[place], bits)
+        for index, bits in zip(indices_by_function.get(function, ()), self.bits, strict=False):
+            args[index] = cut(args[index], bits)
         if function is FUSED:
             args[2] = cut(args[2], self.bits[1])
         if function is ATEN._softmax.default:
@@ -81,9 +81,9 @@ NAMES = [name for name, case in CASES.items() if case.dtype is None]
     ("case", "dtype"),
     [
         (name, dtype)
-        for place, name in enumerate(NAMES)
+        for index, name in enumerate(NAMES)
         for turn, dtype in enumerate(("float32", "bfloat16"))
-        if "trained" in name or place % 2 == turn
+        if "trained" in name or index % 2 == turn
     ],
 )
 def test_card_arithmetic_passes(case, dtype):

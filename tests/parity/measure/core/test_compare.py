@@ -324,7 +324,7 @@ def test_ulps_belong_to_the_stage_dtype():
     assert compare(actual, expected, expected, **ABOUT).max_ulp == 2**16
 
 
-def test_message_has_place_and_values(expected, rng):
+def test_message_has_index_and_values(expected, rng):
     """The message has the stage, shape, number of wrong elements, worst index and values."""
     actual = expected.copy()
     actual[1, 2, 3, 4] = 7.0

@@ -991,8 +991,8 @@ def test_damaged_write_keeps_old_files(tmp_path, monkeypatch, suffix):
 
     def open_damaged(path):
         data = path.read_bytes()
-        place = data.rindex(np.float64(500.0).tobytes())
-        path.write_bytes(data[:place] + b"\1" + data[place + 1 :])
+        offset = data.rindex(np.float64(500.0).tobytes())
+        path.write_bytes(data[:offset] + b"\1" + data[offset + 1 :])
         return open_tensors(path)
 
     monkeypatch.setattr("parity.measure.files.writing.open_tensors", open_damaged)

@@ -286,7 +286,7 @@ def test_convert_to_gguf_exits_with_2(model, capsys):
 @sample(where=lambda model, is_first: (model, is_first) in [(ROUNDED[0], True)])
 @pytest.mark.parametrize(
     ("model", "is_first"),
-    [(kind, place % 2 == 0) for place, kind in enumerate(ROUNDED)],
+    [(kind, index % 2 == 0) for index, kind in enumerate(ROUNDED)],
     indirect=["model"],
 )
 def test_verify_reports_quantized_weights(model, is_first, capsys):

@@ -769,9 +769,9 @@ def test_is_finite_detects_nan_and_infinity(dtype, sign):
     for value in (np.nan, np.inf):
         assert not is_finite(np.append(values, dtype.type(sign) * dtype.type(value)))
         assert not is_finite(np.full((3, 5), sign * value, dtype).T[::2])
-        for place in (0, 65535, 65536, 199999):
+        for index in (0, 65535, 65536, 199999):
             many = np.zeros(200000, dtype)
-            many[place] = sign * value
+            many[index] = sign * value
             assert not is_finite(many)
 
 

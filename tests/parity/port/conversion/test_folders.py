@@ -142,7 +142,7 @@ CALL = {"torch": output_of, "jax": jax.jit(output_of, static_argnames="is_causal
 def check_siblings(layer, weights, x, kv, output, names, inputs):
     """Check that mha_jax or mha_torch matches the output of the released layer."""
     of_text = np.tile(np.arange(x.shape[1]), (3, 1, 1))  # the same on each axis
-    positions = (AXES.numpy() if inputs == "places" else of_text).astype(np.int32)
+    positions = (AXES.numpy() if inputs == "positions" else of_text).astype(np.int32)
     spec = replace(layer.spec, dropout=0.0, output_dropout=0.0)
     for name in names:
         sibling = SIBLINGS[name]

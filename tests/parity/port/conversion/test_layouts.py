@@ -369,9 +369,9 @@ def test_ttnn_heads_are_padded_to_tiles():
         "out_proj.bias": (1, 4),
     }
     assert features(laid_out["qkv_proj.bias"][0]) == {
-        place + 64 * projection: value
+        index + 64 * projection: value
         for projection in range(3)
-        for place, value in {0: 1, 1: 2, 2: 3, 32: 4, 33: 5, 34: 6}.items()
+        for index, value in {0: 1, 1: 2, 2: 3, 32: 4, 33: 5, 34: 6}.items()
     }
     assert features(laid_out["out_proj.weight"][:, 0]) == {0: 1, 1: 2, 2: 3, 32: 4, 33: 5, 34: 6}
 
@@ -395,8 +395,8 @@ def test_ttnn_rope_halves_are_padded():
 
 
 def features(x):
-    """Places and values of nonzero elements."""
-    return {int(place): float(x[place]) for place in np.flatnonzero(x)}
+    """Indices and values of nonzero elements."""
+    return {int(index): float(x[index]) for index in np.flatnonzero(x)}
 
 
 # ---- Layers that a layout cannot hold ------------------------------------------------------------

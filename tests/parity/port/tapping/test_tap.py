@@ -533,10 +533,10 @@ def test_bugs_of_caches_are_named():
         (llama, static, 1, one_slot_early, None, "cache-slot-early"),
         (mixed, sliding, 0, values_kept, None, "cache-values-missing"),
     )
-    for model, kv_cache, place, break_cache, quantization, name in bugs:
-        break_cache(kv_cache.layers[place])
+    for model, kv_cache, index, break_cache, quantization, name in bugs:
+        break_cache(kv_cache.layers[index])
         verdict = with_cache(model, kv_cache, lengths=(3, 1, 1), cache_quantization=quantization)
-        assert [layer.index for layer in verdict.wrong] == [place], name
+        assert [layer.index for layer in verdict.wrong] == [index], name
         assert name in verdict.first.diagnosis.likely_bug, name
 
 
@@ -934,11 +934,11 @@ def test_bert_layers_end_at_the_context():
     with parity.tap(model) as tapped, torch.no_grad():
         model(**prompts(padded=2))
     assert [layer.name for layer in tapped.layers] == [
-        f"encoder.layer.{place}.attention.self" for place in range(2)
+        f"encoder.layer.{index}.attention.self" for index in range(2)
     ]
     weights = {
-        place: parity.from_transformers(layer.attention, model.config, place)[1]
-        for place, layer in enumerate(model.encoder.layer)
+        index: parity.from_transformers(layer.attention, model.config, index)[1]
+        for index, layer in enumerate(model.encoder.layer)
     }
     verdict = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights)
     assert verdict.passed, str(verdict)
@@ -1035,9 +1035,9 @@ def test_verdict_names_layer_and_bug():
 def in_steps(model, tokens, first):
     """Run a prompt, then token by token."""
     found = model(tokens[:, :first], use_cache=True)
-    for place in range(first, tokens.shape[1]):
+    for index in range(first, tokens.shape[1]):
         found = model(
-            tokens[:, place : place + 1], past_key_values=found.past_key_values, use_cache=True
+            tokens[:, index : index + 1], past_key_values=found.past_key_values, use_cache=True
         )
 
 
@@ -1253,7 +1253,7 @@ def test_invalid_taps_raise():
         pass
     verdict = parity.check_tap(none, specs, weights)
     assert not verdict.passed
-    every_layer = ", ".join(f"layer {place} (full_attention)" for place in range(6))
+    every_layer = ", ".join(f"layer {index} (full_attention)" for index in range(6))
     assert f"Not compared: {every_layer}, because it was not called" in str(verdict)
 
 
@@ -1301,7 +1301,7 @@ def small_gemma():
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     layers = enumerate(model.model.layers)
     return model, {
-        place: parity.from_transformers(layer.self_attn, config)[1] for place, layer in layers
+        index: parity.from_transformers(layer.self_attn, config)[1] for index, layer in layers
     }
 
 
@@ -1429,16 +1429,16 @@ def test_linen_layers_pass(rng):
         found = model.apply(variables, x, mask)
     assert np.array_equal(found, expected)
     assert linen.Module.sow is sow
-    names = [f"MultiHeadDotProductAttention_{place}" for place in range(2)]
+    names = [f"MultiHeadDotProductAttention_{index}" for index in range(2)]
     assert [(layer.name, layer.index, len(layer.calls)) for layer in tapped.layers] == [
         (names[0], 0, 1),
         (names[1], 1, 1),
     ]
     weights = {
-        place: parity.weights_of(
+        index: parity.weights_of(
             linen.MultiHeadDotProductAttention(4, qkv_features=32).bind({"params": params})
         )
-        for place, params in enumerate(variables["params"][name] for name in names)
+        for index, params in enumerate(variables["params"][name] for name in names)
     }
     verdict = verdict_in_flax(tapped, weights)
     assert verdict.passed, str(verdict)
@@ -1469,7 +1469,7 @@ def test_nnx_layers_pass(rng):
     assert nnx.MultiHeadAttention.__call__ is call
     assert np.allclose(found, expected, atol=1e-6)  # with weights it runs a different path
     assert [layer.name for layer in tapped.layers] == ["layers.0", "layers.1"]
-    weights = {place: parity.weights_of(layer) for place, layer in enumerate(model.layers)}
+    weights = {index: parity.weights_of(layer) for index, layer in enumerate(model.layers)}
     verdict = verdict_in_flax(tapped, weights)
     assert verdict.passed, str(verdict)
     stages = ["mask", "q", "k", "v", "attn_weights", "context", "output"]
@@ -1486,9 +1486,9 @@ def test_jax_and_torch_taps_agree(rng):
     weights = [parity.random_weights(FULL, seed) for seed in (1, 2)]
     ours = NnxBlock(lambda: mha_jax.MultiHeadAttention(FULL, rngs=nnx.Rngs(0)))
     theirs = torch.nn.ModuleList([mha_torch.MultiHeadAttention(FULL) for _ in weights])
-    for place, each in enumerate(weights):
-        parity.load_into(ours.layers[place], each, FULL)
-        parity.load_into(theirs[place], each, FULL)
+    for index, each in enumerate(weights):
+        parity.load_into(ours.layers[index], each, FULL)
+        parity.load_into(theirs[index], each, FULL)
     x = rng.standard_normal((2, 6, 32), dtype=np.float32)
     with parity.tap(ours) as one:
         ours(jnp.asarray(x), is_causal=True, need_weights=True)
@@ -1562,10 +1562,10 @@ def test_other_nnx_library_by_layer_number(rng):
     weights = {number: parity.random_weights(spec, number) for number in numbers}
     model = Underscored({number: OthersAttention(spec, weights[number]) for number in numbers})
     x = jnp.asarray(rng.standard_normal((1, 6, 32), dtype=np.float32))
-    places = jnp.asarray([[0, 1, 2, 5, 6, 9]])  # not 0, 1, …, so that RoPE has an effect
+    positions = jnp.asarray([[0, 1, 2, 5, 6, 9]])  # not 0, 1, …, so that RoPE has an effect
     with parity.tap(model, "OthersAttention") as tapped:
         for number in numbers:
-            getattr(model, f"layers_{number}")(x, places)
+            getattr(model, f"layers_{number}")(x, positions)
     assert [layer.name for layer in tapped.layers] == [f"layers_{number}" for number in numbers]
     named = {f"model.layers.{number}.self_attn": held for number, held in weights.items()}
     specs = [
@@ -1766,8 +1766,8 @@ def test_nnx_steps_with_cache_pass(rng):
     model.layers[0].init_cache((2, 6, 32))
     x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
     with parity.tap(model) as tapped:
-        for place in range(6):
-            model(x[:, place : place + 1])
+        for index in range(6):
+            model(x[:, index : index + 1])
     assert [call.past for call in tapped.layers[0].calls] == list(range(6))
     verdict = verdict_in_flax(tapped, {0: parity.weights_of(model.layers[0])})
     assert verdict.passed, str(verdict)
