@@ -35,7 +35,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         layers: number of layers; None to keep it.
-        width: `fixed` to numbers of this file, divided by a `ratio`, or `kept`.
+        width: `fixed` to numbers of this file, divided by a `ratio`, or `unchanged`.
         derived: whether to omit fields without a default of their own, which follow from others.
         images: whether to make images small.
     """
@@ -51,9 +51,9 @@ RECIPES = (
     Recipe(2, "fixed", derived=True),
     Recipe(4, "fixed", images=False),
     Recipe(2, "ratio"),
-    Recipe(2, "kept", derived=True),
+    Recipe(2, "unchanged", derived=True),
     Recipe(6, "ratio", derived=True),
-    Recipe(None, "kept", images=False),
+    Recipe(None, "unchanged", images=False),
 )
 """Recipes, the smallest first. The first one whose model runs is used."""
 
@@ -186,16 +186,16 @@ def _small(values, recipe):
     values = _arguments(values, recipe)
     is_hierarchical = _is_hierarchical(values)
     if is_hierarchical:
-        recipe = recipe._replace(width="kept")
+        recipe = recipe._replace(width="unchanged")
     num_layers = _first(values, *COUNTS, default=0)
-    kept_layers = _kept_layers(values, num_layers, recipe)
-    if kept_layers:
-        recipe = recipe._replace(layers=len(kept_layers))
+    chosen_layers = _chosen_layers(values, num_layers, recipe)
+    if chosen_layers:
+        recipe = recipe._replace(layers=len(chosen_layers))
 
     small = {}
     for name, x in values.items():
         if _is_by_layer(x):
-            small[name] = _small_by_layer(x, kept_layers, recipe)
+            small[name] = _small_by_layer(x, chosen_layers, recipe)
         elif isinstance(x, dict):
             if "model_type" in x or name.endswith("_config"):
                 small[name] = _small(x, recipe)
@@ -204,8 +204,8 @@ def _small(values, recipe):
         elif isinstance(x, (list, tuple)):
             if is_hierarchical and "out" in name:
                 small[name] = list(x)
-            elif kept_layers and len(x) == num_layers:
-                small[name] = [x[layer] for layer in kept_layers]
+            elif chosen_layers and len(x) == num_layers:
+                small[name] = [x[layer] for layer in chosen_layers]
             else:
                 small[name] = _short(name, x, recipe)
         elif x is None and (name != "head_dim" or recipe.derived):
@@ -238,9 +238,9 @@ def _is_by_layer(x):
     return all(str(key).isdigit() and isinstance(part, dict) for key, part in x.items())
 
 
-def _small_by_layer(parts, kept_layers, recipe):
+def _small_by_layer(parts, chosen_layers, recipe):
     """Return the configurations of the layers that are kept, made small, by their new numbers."""
-    layers = kept_layers or range(recipe.layers or 10**6)
+    layers = chosen_layers or range(recipe.layers or 10**6)
     small = {}
     for key, part in parts.items():
         if int(key) in layers:
@@ -287,7 +287,7 @@ def _first(values, *names, default):
     return next((values[name] for name in names if type(values.get(name)) is int), default)
 
 
-def _kept_layers(values, num_layers, recipe):
+def _chosen_layers(values, num_layers, recipe):
     """Return the layers to keep: one of each kind, according to lists with one word per layer; None
     without such lists.
     """
@@ -311,11 +311,11 @@ def _number(name, x, values, recipe):
     if name == "max_position_embeddings" and x > 0:
         return max(x, 128)
     for pattern, most in AT_MOST.items():
-        if re.search(pattern, name) and not (recipe.width == "kept" and "dim" in name):
+        if re.search(pattern, name) and not (recipe.width == "unchanged" and "dim" in name):
             return min(x, most)
     if LAYERS.search(name) and not NOT_LAYERS.search(name):
         return x if recipe.layers is None else min(x, recipe.layers)
-    if recipe.width == "kept":
+    if recipe.width == "unchanged":
         return x
     is_fixed = recipe.width == "fixed"
     if KV_HEADS.search(name):

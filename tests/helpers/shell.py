@@ -31,12 +31,12 @@ def environment(pytest_options: str = PYTEST_OPTIONS) -> dict[str, str]:
     """Return the environment of a user's shell: the project's commands, no colors, nothing of the
     running pytest.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     paths = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}",
         "PYTHONPATH": str(ROOT),
     }
-    return kept | paths | {"NO_COLOR": "1", "COLUMNS": "80", "PYTEST_ADDOPTS": pytest_options}
+    return variables | paths | {"NO_COLOR": "1", "COLUMNS": "80", "PYTEST_ADDOPTS": pytest_options}
 
 
 def found_by(program: str, *arguments: str) -> Any:

@@ -492,8 +492,8 @@ def test_results_are_reduced_to_page_data():
         {"name": "x", "missing": "", "answers": answers},
         {"name": "y", "missing": "no y", "answers": []},
     ]
-    kept = {"subjects": [{"name": "x", "answers": {"mask": ["ok", "True hides"]}}]}
-    assert measure.of_conformance({"subjects": subjects}) == kept
+    summary = {"subjects": [{"name": "x", "answers": {"mask": ["ok", "True hides"]}}]}
+    assert measure.of_conformance({"subjects": subjects}) == summary
 
 
 def test_terminal_picture_has_contrast():

@@ -109,10 +109,10 @@ def main() -> None:
                 sys.exit(status or 1)
         found = json.loads(results.read_text("utf-8"))
     packages = {name: metadata.version(name).partition("+")[0] for name in PACKAGES[given.name]}
-    kept = {"command": COMMANDS[given.name], "packages": packages, **SUMMARIES[given.name](found)}
+    summary = {"command": COMMANDS[given.name], "packages": packages, **SUMMARIES[given.name](found)}
     path = ROOT / "docs" / "data" / f"{given.name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    path.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", "utf-8")
     print(path.relative_to(ROOT))
 
 

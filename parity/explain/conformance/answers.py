@@ -15,14 +15,14 @@ from parity.measure.text import counted
 class Kind(Enum):
     """Kind of an answer; the last in this order takes precedence.
 
-    `REJECTED`: a deliberate error; `ABSENT`: not supported; `KEPT`; `NOTE`: kept, by an uncommon
-    convention; `DIFFERS`: depends on the path; `BROKEN`: breaks a promise of its own or a universal
-    expectation. The last two are broken promises.
+    `REJECTED`: a deliberate error; `ABSENT`: not supported; `OK`: as promised; `NOTE`: as
+    promised, by an uncommon convention; `DIFFERS`: depends on the path; `BROKEN`: breaks a promise
+    of its own or a universal expectation. The last two are broken promises.
     """
 
     REJECTED = "rejected"
     ABSENT = "absent"
-    KEPT = "ok"
+    OK = "ok"
     NOTE = "note"
     DIFFERS = "differs"
     BROKEN = "broken"
@@ -45,7 +45,7 @@ class PathAnswer:
     """
 
     words: str
-    kind: Kind = Kind.KEPT
+    kind: Kind = Kind.OK
     evidence: str = field(default="", compare=False)
     exception: BaseException | None = field(default=None, compare=False)
 

@@ -237,9 +237,9 @@ class Examination:
         if feels_key_2 and feels_key_3:
             return PathAnswer("ignored", Kind.BROKEN, evidence)
         if feels_key_2:
-            return PathAnswer("shows", Kind.KEPT, evidence)
+            return PathAnswer("shows", Kind.OK, evidence)
         if feels_key_3:
-            return PathAnswer("hides", Kind.KEPT, evidence)
+            return PathAnswer("hides", Kind.OK, evidence)
         return PathAnswer("hides all", Kind.BROKEN, evidence)
 
     def _feels_key(self, token: int, row: int, before: np.ndarray, mask: np.ndarray) -> bool:

@@ -29,7 +29,7 @@ from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.trial import WIDE_ENOUGH, Trial
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.case import Case
-from parity.measure.core.compare import Deviation, kept_dtype, size_of
+from parity.measure.core.compare import Deviation, dtype_of_stage, size_of
 from parity.measure.core.stages import stage_named
 
 PARTS = {
@@ -674,7 +674,7 @@ class _Question:
         bits are wider than a step between stored values.
         """
         trial = self.trial
-        dtype = kept_dtype(self.stage, trial.problem.dtype)
+        dtype = dtype_of_stage(self.stage, trial.problem.dtype)
         with_edits = trial.stage(self.stage, edits)
         return self._leaves_little(self.expected.astype(dtype), with_edits.astype(dtype))
 

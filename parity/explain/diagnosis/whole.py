@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from parity.explain.diagnosis.fits import Description, location_of
-from parity.measure.core.compare import FACTOR, Comparison, Label, floor, kept_dtype
+from parity.measure.core.compare import FACTOR, Comparison, Label, floor, dtype_of_stage
 from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference
 from parity.measure.core.unused import unused_cells
@@ -92,7 +92,7 @@ class WholeStages(Mapping[str, Comparison]):
         x = self._observed[name]
         if is_floating(x.dtype):
             # Scores in 16 bits have the same values in 32.
-            x = x.astype(kept_dtype(full_name, dtype), copy=False)
+            x = x.astype(dtype_of_stage(full_name, dtype), copy=False)
         label = Label("", "", dtype, full_name)
         with np.errstate(over="ignore", invalid="ignore"):
             return self._reference.compare_used(x, label, self._arithmetic)

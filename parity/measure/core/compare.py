@@ -277,8 +277,8 @@ def compare(
             value.
         arithmetic: arithmetic of the hardware, one of `reference.ARITHMETICS`.
     """
-    kept, stage = kept_dtype(label.stage, label.dtype), stage_named(label.stage)
-    reason = why_incomparable(actual, expected, kept)
+    dtype, stage = dtype_of_stage(label.stage, label.dtype), stage_named(label.stage)
+    reason = why_incomparable(actual, expected, dtype)
     if reason:
         return failure(expected, reason, label)
     expected = expected.astype(np.float64)
@@ -298,7 +298,7 @@ def compare(
         has_slope=has_slope,
         stage=label.stage,
     )
-    return measure(actual, expected, allowed, label, ulps_of=kept.name)
+    return measure(actual, expected, allowed, label, ulps_of=dtype.name)
 
 
 def why_incomparable(
@@ -500,7 +500,7 @@ def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def kept_dtype(stage: str, dtype: str) -> np.dtype:
+def dtype_of_stage(stage: str, dtype: str) -> np.dtype:
     """Return the dtype in which implementations store a stage.
 
     It is the dtype of the inputs; scores have at least float32.

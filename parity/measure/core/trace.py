@@ -18,7 +18,7 @@ from parity.measure.core.compare import (
     compare,
     failure,
     is_close,
-    kept_dtype,
+    dtype_of_stage,
     unit_of_rounding,
 )
 from parity.measure.core.problem import Problem
@@ -116,7 +116,7 @@ class Reference:
     def rounded(self) -> dict[str, np.ndarray]:
         """The float64 stages, rounded as in the backend: inputs of its local stages."""
         dtype = self.problem.dtype
-        return {name: x.astype(kept_dtype(name, dtype)) for name, x in self.accumulated.items()}
+        return {name: x.astype(dtype_of_stage(name, dtype)) for name, x in self.accumulated.items()}
 
     def expected(self, *, local: bool) -> dict[str, np.ndarray]:
         """All stages in float64, from their own earlier stages or from the rounded ones."""

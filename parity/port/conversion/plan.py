@@ -116,7 +116,7 @@ class Converted(JsonRecord):
         source: name of the layers' layout in the source.
         layers: prefixes of the converted layers; layers of a stack have an index in brackets.
         spec: their specification, if all have the same.
-        kept, dropped: names of the other tensors.
+        copied, dropped: names of the other tensors.
         heads_from: the file that specified the heads, if it was neither the caller nor the source
             itself.
         left_out: names of entries that are not tensors, such as numbers and text, and are not in
@@ -140,7 +140,7 @@ class Converted(JsonRecord):
     source: str
     layers: list[str]
     spec: AttentionSpec | None
-    kept: list[str]
+    copied: list[str]
     dropped: list[str]
     heads_from: str = ""
     left_out: list[str] = field(default_factory=list)
@@ -396,9 +396,9 @@ class Plan:
         if holder_label is not None and holder_label in self.labels:
             return self.labels[holder_label].read(weight)
         if self.keep_rest:
-            kept_name = name_in_file(holder, weight, self.layout, self.source.infos)
-            if kept_name is not None:
-                return self.source.read_finite(kept_name)
+            own_name = name_in_file(holder, weight, self.layout, self.source.infos)
+            if own_name is not None:
+                return self.source.read_finite(own_name)
         if holder_label is None:
             return makers.setdefault(holder, layer).read(weight)
         return None
@@ -545,7 +545,7 @@ class Plan:
 
     def _record_of_layers(self) -> Converted:
         """Return the record of a conversion, without the fields about the written file."""
-        kept, dropped = (self.rest, []) if self.keep_rest else ([], self.rest)
+        copied, dropped = (self.rest, []) if self.keep_rest else ([], self.rest)
         infos = self.source.infos
         first = self.converted[0]
         specs = {layer.spec for layer in self.converted}
@@ -553,7 +553,7 @@ class Plan:
         for layer in self.converted:
             layer_shapes.update(infos[name].shape for name in layer.sources.values())
         optimizer_state: list[str] = []
-        for name in kept:
+        for name in copied:
             is_state = name.rpartition(".")[2] in OPTIMIZER_STATE
             if is_state and infos[name].shape in layer_shapes:
                 optimizer_state.append(name)
@@ -563,11 +563,11 @@ class Plan:
             source=first.layout.name,
             layers=labels,
             spec=first.spec if len(specs) == 1 else None,
-            kept=kept,
+            copied=copied,
             dropped=dropped,
             heads_from=first.hints.from_model,
             left_out=list(self.source.file.ignored),
-            unconverted=fitting_prefixes({name: infos[name].shape for name in kept}, first.layout),
+            unconverted=fitting_prefixes({name: infos[name].shape for name in copied}, first.layout),
             optimizer_state=optimizer_state,
             ignored_settings=[key_in_words(name, value) for name, value in unread.items()],
             missing=self.hints.missing(labels, infos),

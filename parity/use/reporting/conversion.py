@@ -183,7 +183,7 @@ def print_conversion(converted: Converted, layout: str, out: Console) -> None:
     else:
         convert, copy, drop, write = "would convert", "would copy", "drop", "would write"
     layers = f"{counted(len(converted.layers), 'attention layer')}{_heads_in_words(converted)}"
-    tensors = f"{copy} {counted(len(converted.kept), 'other tensor')}"
+    tensors = f"{copy} {counted(len(converted.copied), 'other tensor')}"
     if converted.dropped:
         tensors += f" and {drop} {len(converted.dropped)}"
     print_line(

@@ -666,7 +666,7 @@ class Conversion(TypedDict):
     source: Annotated[str, "layout of the source"]
     layers: Annotated[list[str], "prefixes of the converted layers"]
     spec: Annotated[Record | None, "specification of the layers, if all have the same"]
-    kept: Annotated[list[str], "other tensors that were copied"]
+    copied: Annotated[list[str], "other tensors that were copied"]
     dropped: Annotated[list[str], "other tensors that were left out"]
     heads_from: Annotated[str, "file that specified the heads, if it was not the source"]
     left_out: Annotated[list[str], "entries that are not tensors"]

@@ -143,13 +143,13 @@ def test_token_axis_is_kept_if_types_omit_it():
     """The kernel keeps the mesh axis of tokens if axes are automatic, and not if array types
     contain it.
     """
-    for kind, kept in (
+    for kind, axis in (
         (jax.sharding.AxisType.Auto, "data"),
         (jax.sharding.AxisType.Explicit, None),
     ):
         mesh = jax.sharding.AbstractMesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
         layer = parallel.shard(abstract(AttentionSpec(64, 8)), mesh, heads="heads", tokens="data")
-        assert getattr(layer.kernel, "axis", None) == kept
+        assert getattr(layer.kernel, "axis", None) == axis
 
 
 def test_loading_weights_keeps_placement():

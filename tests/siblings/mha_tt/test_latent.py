@@ -325,16 +325,16 @@ def test_kv_b_weights_are_made_once_per_load(device, dtype):
     """Weights of heads are kept between steps, and made again after load_weights."""
     module, x = latent_layer(TWO_LATENTS, device, dtype), random_tokens(4, dtype)
     _, cache = feed(module, x[:, :2], [1, 1], module.init_cache(3, 4), dtype)
-    kept = module._kv_b()
+    weights_of_heads = module._kv_b()
     _, cache = feed(module, x[:, 2:3], [1], cache, dtype)
-    assert module._kv_b() is kept
+    assert module._kv_b() is weights_of_heads
     others = {**rounded_weights(TWO_LATENTS, dtype)}
     others["kv_b_proj.weight"] = others["kv_b_proj.weight"][::-1]
     module.load_weights(others)
     output, _ = feed(module, x, [1] * 4, module.init_cache(3, 4), dtype)
     expected, _ = layer(TWO_LATENTS, others, x, mask=mha_tt.create_causal_mask(4))
     assert_close(output, expected, dtype)
-    assert module._kv_b() is not kept
+    assert module._kv_b() is not weights_of_heads
 
 
 @pytest.mark.board

@@ -692,7 +692,7 @@ def test_given_dropout_matches_formula(device, rng, shape, path, dtype):
     output, attn_weights = attended(
         path, spec, device, dtype, inputs, weights=weights, mask=MASK, **options
     )
-    expected, expected_weights = layer(spec, weights, **inputs, mask=MASK, kept=keep / 0.75)
+    expected, expected_weights = layer(spec, weights, **inputs, mask=MASK, multiplier=keep / 0.75)
     assert_close(output, expected, dtype)
     if attn_weights is not None:
         assert_close(attn_weights, expected_weights, dtype)

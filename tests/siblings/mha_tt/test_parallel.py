@@ -35,14 +35,14 @@ def found(tmp_path_factory):
         with FileLock(folder / f"{board}.lock"):
             if not path.exists():
                 program = [sys.executable, "-m", "helpers.programs.chips", board]
-                kept = {
+                variables = {
                     name: value
                     for name, value in os.environ.items()
                     if not name.startswith("TT_METAL")
                 }
-                kept["PYTHONPATH"] = PYTHONPATH
+                variables["PYTHONPATH"] = PYTHONPATH
                 result = subprocess.run(
-                    program, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=600
+                    program, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=600
                 )
                 assert result.returncode == 0, result.stderr
                 path.write_text(result.stdout)

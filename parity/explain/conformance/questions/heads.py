@@ -204,7 +204,7 @@ def _unexplained(
 GROUP = NUM_HEADS // NUM_KV_HEADS
 
 HEAD_ORDERS = {
-    "repeat": (np.arange(NUM_HEADS) // GROUP, Kind.KEPT),
+    "repeat": (np.arange(NUM_HEADS) // GROUP, Kind.OK),
     "tile": (np.arange(NUM_HEADS) % NUM_KV_HEADS, Kind.NOTE),
 }
 """Known key/value heads of each query head, each with the kind of that answer."""

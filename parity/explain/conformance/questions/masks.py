@@ -184,7 +184,7 @@ def causal(exam: Examination, question: Question) -> Answer:
     if "is_causal" not in subject.takes:
         return question.not_offered
     if "key" not in subject.takes:
-        return Answer(question.name, Kind.KEPT, "T = S only")
+        return Answer(question.name, Kind.OK, "T = S only")
     inputs = exam.inputs(TOKENS, FEW_TOKENS)
 
     def ask(path: Path) -> PathAnswer:
@@ -204,7 +204,7 @@ def causal(exam: Examination, question: Question) -> Answer:
             return PathAnswer("neither triangle", Kind.BROKEN, evidence)
         if subject.causal is not None and subject.causal != alignment:
             return PathAnswer(f"{alignment}, declared: {subject.causal}", Kind.BROKEN, evidence)
-        return PathAnswer(alignment, Kind.KEPT, evidence)
+        return PathAnswer(alignment, Kind.OK, evidence)
 
     about = f"{describe_shapes(inputs)}, is_causal=True"
     answer = exam.answer(question, ask, exam.plain_paths, about)

@@ -15,7 +15,7 @@ from mha_spec import Norm
 from parity.explain.diagnosis.bugs.families import (
     BACKWARD,
     GROUP_SUMS,
-    KEPT_DROPOUT,
+    DROPOUT_MASK,
     LOSS_FACTOR,
     PRECISION,
     STOPPED,
@@ -290,8 +290,8 @@ def _of_heads(names: str, heads: np.ndarray) -> Override:
 
 def _only_heads(heads: np.ndarray) -> Change:
     def change(backward: Backward, d_x: np.ndarray) -> np.ndarray:
-        kept = np.tile(heads, backward.layer.problem.spec.num_kv_heads)
-        return d_x * kept[:, None, None].astype(d_x.dtype)
+        is_counted = np.tile(heads, backward.layer.problem.spec.num_kv_heads)
+        return d_x * is_counted[:, None, None].astype(d_x.dtype)
 
     return change
 
@@ -596,15 +596,15 @@ def of_dropout(factors: np.ndarray) -> Iterator[Edit]:
     Args:
         factors: 0 for a dropped weight, 1 / (1 - p) for others, (B, N, T, S).
     """
-    kept = (factors > 0.0).astype(factors.dtype)
+    is_kept = (factors > 0.0).astype(factors.dtype)
     bugs = {
         "grad-dropout-unscaled": (
             "the backward pass does not divide by 1 - p",
-            _kernel_with({"dropped": _times(kept)}),
+            _kernel_with({"dropped": _times(is_kept)}),
         ),
         "grad-dropout-ignored": (
             "the backward pass has no dropout",
-            _kernel_with({"dropped": _times(np.ones_like(kept))}),
+            _kernel_with({"dropped": _times(np.ones_like(is_kept))}),
         ),
         "grad-dropout-of-softmax": (
             "the backward pass of the softmax has the weights after dropout instead of before",
@@ -612,13 +612,13 @@ def of_dropout(factors: np.ndarray) -> Iterator[Edit]:
         ),
     }
     for name, (about, overrides) in bugs.items():
-        yield _bug(KEPT_DROPOUT, name, about, overrides, "grad.v", "grad.scores")
+        yield _bug(DROPOUT_MASK, name, about, overrides, "grad.v", "grad.scores")
     for use, words in (("attn_weights", "attention weights"), ("v", "values")):
         yield _bug(
-            KEPT_DROPOUT,
+            DROPOUT_MASK,
             "grad-dropout-unscaled",
             f"the gradients of the {words} are not divided by 1 - p",
-            _kernel_with({"dropped": _times(kept, use)}),
+            _kernel_with({"dropped": _times(is_kept, use)}),
             f"grad.{use}",
         )
 
@@ -634,7 +634,7 @@ def redrawn(factors: np.ndarray) -> Iterator[Edit]:
     again = {"dropped": _times(factors)}
     for overrides in (_kernel_with(again), again):
         yield _bug(
-            KEPT_DROPOUT,
+            DROPOUT_MASK,
             "grad-dropout-redrawn",
             "the backward pass draws dropout again: it drops other weights than the forward pass",
             overrides,

@@ -202,7 +202,7 @@ def sinks(case: Case) -> Iterator[Edit]:
     yield bug(
         "sinks-share-kept",
         "weights are multiplied by the share of the sink instead of the rest",
-        attn_weights(_share_kept),
+        attn_weights(_with_opposite_share),
     )
     if case.has_mask or case.is_cached:
         yield bug(
@@ -212,7 +212,7 @@ def sinks(case: Case) -> Iterator[Edit]:
         )
 
 
-def _share_kept(_: Layer, weights: np.ndarray) -> np.ndarray:
+def _with_opposite_share(_: Layer, weights: np.ndarray) -> np.ndarray:
     left = weights.sum(axis=-1, keepdims=True)
     return weights / np.where(left == 0.0, 1.0, left) * (1.0 - left)
 

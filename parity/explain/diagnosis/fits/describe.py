@@ -29,7 +29,7 @@ from parity.measure.core.compare import (
     axis_names,
     budget,
     errors_of,
-    kept_dtype,
+    dtype_of_stage,
     slope,
     whole_rows,
 )
@@ -246,7 +246,7 @@ def _difference(
         )
     dtype, spec = actual.dtype, None
     if problem is not None:
-        dtype, spec = kept_dtype(stage, problem.dtype), problem.spec
+        dtype, spec = dtype_of_stage(stage, problem.dtype), problem.spec
     known_stage = stage_named(stage)
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
     if unused is not None:

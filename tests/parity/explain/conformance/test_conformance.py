@@ -686,13 +686,13 @@ def test_name_error_outranks_dropout_note():
         if dropout_p and query.requires_grad:
             dropout_p = rate  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
         weights = torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, -1)
-        kept = torch.rand_like(weights[:1]) >= dropout_p  # one mask for the batch
-        return weights * kept @ value
+        is_kept = torch.rand_like(weights[:1]) >= dropout_p  # one mask for the batch
+        return weights * is_kept @ value
 
     answer = examine(attention, ["dropout"], ["float32"], framework="torch")["dropout"]
     assert (answer.kind, type(answer.exception)) == (Kind.BROKEN, NameError)
     assert {finding.kind for finding in answer.findings.values()} == {
-        Kind.KEPT,
+        Kind.OK,
         Kind.NOTE,
         Kind.BROKEN,
     }
@@ -872,10 +872,10 @@ def test_rule_summarizes_answers_by_path():
 
 def test_findings_compare_by_words_and_kind():
     """Findings are equal if their words and kinds are, whatever values or errors they have."""
-    assert PathAnswer("zeros", Kind.KEPT, "0.0") == PathAnswer(
-        "zeros", Kind.KEPT, "-0.0", ValueError()
+    assert PathAnswer("zeros", Kind.OK, "0.0") == PathAnswer(
+        "zeros", Kind.OK, "-0.0", ValueError()
     )
-    assert PathAnswer("zeros", Kind.KEPT) != PathAnswer("zeros", Kind.NOTE)
+    assert PathAnswer("zeros", Kind.OK) != PathAnswer("zeros", Kind.NOTE)
     assert PathAnswer("zeros") != PathAnswer("NaN")
 
 

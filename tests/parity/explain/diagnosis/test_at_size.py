@@ -26,7 +26,7 @@ from parity.explain.diagnosis.sampling import Whole, in_order, multiplications
 from parity.explain.diagnosis.trial import Trial, remembering
 from parity.explain.diagnosis.whole import WholeStages
 from parity.explain.diagnosis.work import CountedArithmetic, Work, ask, uncounted
-from parity.measure.core.compare import kept_dtype
+from parity.measure.core.compare import dtype_of_stage
 from parity.measure.core.reference import Arithmetic, arithmetic
 from parity.measure.core.stages import run_steps
 from parity.measure.core.trace import Reference
@@ -74,7 +74,7 @@ def given_by(problem, name=None):
     assert name is None or made
     with np.errstate(all="ignore"):
         values = edited_layer(problem, "float64", made).forward()
-    return {stage: x.astype(kept_dtype(stage, "float32")) for stage, x in values.items()}
+    return {stage: x.astype(dtype_of_stage(stage, "float32")) for stage, x in values.items()}
 
 
 def patterns_of(diagnosis):
@@ -522,7 +522,7 @@ def test_hidden_key_fails_in_16_bits(dtype):
     def stages(changes):
         values = edited_layer(problem, dtype, changes).forward()
         return {
-            name: values[name].astype(kept_dtype(name, dtype))
+            name: values[name].astype(dtype_of_stage(name, dtype))
             for name in ("attn_weights", "context", "output")
         }
 

@@ -29,7 +29,7 @@ from parity.explain.diagnosis.weights.ulps import FEWER_BITS
 from parity.measure.backends import driver
 from parity.measure.backends.record import record
 from parity.measure.core.cases import QUICK
-from parity.measure.core.compare import kept_dtype
+from parity.measure.core.compare import dtype_of_stage
 from parity.measure.core.stages import run_steps, stage_named, steps_of
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import dtype_named
@@ -45,7 +45,7 @@ def observed_in(problem, bugs=()):
     """Return the stages of the reference with bugs, in the problem's dtype."""
     with np.errstate(all="ignore"):
         values = run_steps(edited_layer(problem, problem.dtype, bugs).steps())
-    return {name: x.astype(kept_dtype(name, problem.dtype)) for name, x in values.items()}
+    return {name: x.astype(dtype_of_stage(name, problem.dtype)) for name, x in values.items()}
 
 
 def bug(case, name):
@@ -275,12 +275,12 @@ def test_permuted_heads_show_their_order(case, stage):
     case = CASE_OF[case]
     problem = make_problem(case, "float32")
     order = [2, 0, 3, 1, *reversed(range(4, case.spec.num_heads))]
-    kept = dict(problem.weights)
+    permuted = dict(problem.weights)
     for leaf in ("weight", "bias"):
-        x = kept[f"{stage}_proj.{leaf}"]
+        x = permuted[f"{stage}_proj.{leaf}"]
         heads = x.reshape(case.spec.num_heads, -1, *x.shape[1:])
-        kept[f"{stage}_proj.{leaf}"] = heads[order].reshape(x.shape)
-    wrong = replace(problem, weights=kept)
+        permuted[f"{stage}_proj.{leaf}"] = heads[order].reshape(x.shape)
+    wrong = replace(problem, weights=permuted)
     observed = record("torch", Reference(problem), wrong).accumulated
     diagnosis = diagnose(observed, problem)
     assert named_bugs(diagnosis) == [f"{stage}-heads-permuted"]
@@ -1216,10 +1216,10 @@ def without_cache(weights, x, cache=None):
 class Decoder(torch.nn.Module):
     def __init__(self, weights):
         super().__init__()
-        self.weights, self.kept = weights, None
+        self.weights, self.cache = weights, None
 
     def forward(self, x):
-        output, self.kept = attend(self.weights, x, self.kept)
+        output, self.cache = attend(self.weights, x, self.cache)
         return output
 
 

@@ -535,11 +535,11 @@ def test_order_of_relative_key_features(per_head):
 def test_rotated_features_are_fixed():
     """Reordered features of q and k are the same function only if RoPE does not rotate them."""
     weights = random_weights(RICH)
-    moved, kept = [1, 0, 2, 3, 4, 5], [0, 1, 3, 2, 5, 4]
-    assert compared(weights, reordered(weights, RICH, qk=moved), RICH).kind == "different"
+    rotated, unrotated = [1, 0, 2, 3, 4, 5], [0, 1, 3, 2, 5, 4]
+    assert compared(weights, reordered(weights, RICH, qk=rotated), RICH).kind == "different"
     assert (
         "features of q and k are in a different order"
-        in compared(weights, reordered(weights, RICH, qk=kept), RICH).how
+        in compared(weights, reordered(weights, RICH, qk=unrotated), RICH).how
     )
 
 

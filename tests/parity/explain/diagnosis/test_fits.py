@@ -287,19 +287,19 @@ def test_random_errors_have_no_pattern(stage, seed, size, where):
     """Random errors of any size, at any location of any stage, have no pattern."""
     expected, rng = drawn(stage, seed)
     error = size * rng.standard_normal(expected.shape)
-    kept = np.zeros(expected.shape, bool)
+    is_wrong = np.zeros(expected.shape, bool)
     if where in ("everywhere", "scattered"):
-        kept |= rng.random(expected.shape) < (1.0 if where == "everywhere" else 0.1)
+        is_wrong |= rng.random(expected.shape) < (1.0 if where == "everywhere" else 0.1)
     elif where == "one":
-        kept[tuple(rng.integers(0, expected.shape))] = True
+        is_wrong[tuple(rng.integers(0, expected.shape))] = True
     else:
-        kept[
+        is_wrong[
             {"a head": (slice(None), 0), "tokens": np.s_[..., 2:, :], "features": np.s_[..., 3:]}[
                 where
             ]
         ] = True
     findings = described(
-        stage, expected + np.where(kept, error, 0.0), expected, rng, hidden=causal()
+        stage, expected + np.where(is_wrong, error, 0.0), expected, rng, hidden=causal()
     )
     assert findings.abouts == ()
 

@@ -64,7 +64,7 @@ def test_batch_and_heads_may_be_one_axis():
     )
 
 
-def kept(values, change):
+def recorded_as(values, change):
     """Return the stages, some of them recorded in a different form."""
     return {**values, **change(values)}
 
@@ -97,7 +97,7 @@ RECORDED = {
 def test_recorded_form_is_a_convention(recorded):
     """Each other form of correct stages is a convention that the diagnosis lists."""
     problem, values = right(GQA)
-    diagnosis = diagnose(kept(values, RECORDED[recorded]), problem)
+    diagnosis = diagnose(recorded_as(values, RECORDED[recorded]), problem)
     assert (diagnosis.kind, diagnosis.is_wrong) == ("convention", False), str(diagnosis)
     assert diagnosis.conventions.keys() >= RECORDED[recorded](values).keys()
     json.dumps(diagnosis.to_dict(), allow_nan=False)
@@ -109,7 +109,7 @@ def test_bug_is_named_despite_conventions(recorded):
     """A transposed output projection is found with each form, and named except for (T, B, E)."""
     (made,) = (bug for bug in bugs_for(GQA) if bug.name == "out_proj-transposed")
     problem, values = right(GQA, "float32", made)
-    diagnosis = diagnose(kept(values, RECORDED[recorded]), problem)
+    diagnosis = diagnose(recorded_as(values, RECORDED[recorded]), problem)
     assert diagnosis.is_wrong
     if recorded != "(T, B, E)":  # the form of the wrong stage itself
         assert [each.bugs for each in diagnosis.named] == [("out_proj-transposed",)], str(diagnosis)
@@ -392,7 +392,7 @@ def test_first_of_two_bugs_is_the_headline():
     case = Case("ci", AttentionSpec(32, 4), "no groups", seq_len=6, is_causal=True)
     known = {each.name: each for each in reversed(bugs_for(case))}
     problem, values = right(case, "float32", *map(known.get, names))
-    values = kept(
+    values = recorded_as(
         values, lambda v: {name: v[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")}
     )
     values["scores"] = np.where(values["mask"], -np.inf, values["scores"]).astype(np.float32)
@@ -410,11 +410,11 @@ def test_conventions_have_ratios_below_one():
     problem, values = right(GQA)
     _, before = right(GQA, "float32", BEFORE_ROPE)
     values = {
-        **kept(values, RECORDED["(B, T, N, H)"]),
+        **recorded_as(values, RECORDED["(B, T, N, H)"]),
         "q": before["q"],
         "scores": values["scores"],
     }
-    values = kept(values, RECORDED["masked scores"])
+    values = recorded_as(values, RECORDED["masked scores"])
     with pytest.warns(parity.ConventionWarning):
         comparisons, diagnosis = compare_and_diagnose(values, problem=problem)
     assert diagnosis.kind == "convention"

@@ -156,9 +156,9 @@ def test_added_zeros_are_reported():
 def test_exchanged_input_is_reported():
     """Values computed from the input of queries are reported with that input."""
     model, inputs = detr()
-    layer, kept = model.self_attn, {}
-    layer.v_proj.register_forward_pre_hook(lambda module, args: (kept["q"],))
-    layer.q_proj.register_forward_pre_hook(lambda module, args: kept.update(q=args[0]))
+    layer, recorded = model.self_attn, {}
+    layer.v_proj.register_forward_pre_hook(lambda module, args: (recorded["q"],))
+    layer.q_proj.register_forward_pre_hook(lambda module, args: recorded.update(q=args[0]))
     found = by_name(identify(model, inputs))
     assert found["self_attn"].inputs["value"] == "hidden_states + position_embeddings"
 
@@ -174,14 +174,14 @@ def test_unexplained_input_is_intermediate():
 def test_changing_input_is_rejected():
     """A layer whose values have a different input in one of its calls has no spec, and a reason."""
     model, inputs = detr()
-    layer, kept = model.self_attn, {"calls": 0}
+    layer, recorded = model.self_attn, {"calls": 0}
 
     def exchange(module: nn.Module, args: Any) -> Any:
-        kept["calls"] += 1
-        return (kept["q"],) if kept["calls"] == 2 else args
+        recorded["calls"] += 1
+        return (recorded["q"],) if recorded["calls"] == 2 else args
 
     layer.v_proj.register_forward_pre_hook(exchange)
-    layer.q_proj.register_forward_pre_hook(lambda module, args: kept.update(q=args[0]))
+    layer.q_proj.register_forward_pre_hook(lambda module, args: recorded.update(q=args[0]))
     (refused,) = (each for each in identify(model, inputs) if each.name == "self_attn")
     assert refused.spec is None
     assert "be what they were with fresh inputs" in refused.refusal

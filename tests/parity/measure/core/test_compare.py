@@ -23,7 +23,7 @@ from parity.measure.core.compare import (
     budget,
     factor,
     first_difference,
-    kept_dtype,
+    dtype_of_stage,
     slope,
 )
 from parity.measure.core.trace import Reference, Trace, compare_trace, nudged
@@ -39,9 +39,9 @@ def expected(rng):
 
 def compare(actual, expected, same_precision, **about):
     """Compare an array after a cast to the dtype in which its stage is kept."""
-    kept = parity.measure.core.compare.kept_dtype(about["stage"], about["dtype"])
+    dtype = parity.measure.core.compare.dtype_of_stage(about["stage"], about["dtype"])
     return parity.measure.core.compare.compare(
-        actual.astype(kept), expected, same_precision, Label(**about)
+        actual.astype(dtype), expected, same_precision, Label(**about)
     )
 
 
@@ -74,9 +74,9 @@ def test_relative_error_of_1e_6_fails(expected, rng):
 def test_small_gain_fails_by_its_slope(rng, dtype, gain):
     """A small gain fails by its slope, though its rms and maximum are within the budget."""
     expected = rng.standard_normal((4, 10, 50, 50))
-    kept = dtype_named(dtype)
+    narrow = dtype_named(dtype)
     about = {**ABOUT, "dtype": dtype, "stage": "q"}
-    same = expected.astype(kept)
+    same = expected.astype(narrow)
     right = compare(
         noisy(expected, rng, float(np.finfo(np.float32).eps) / 4), expected, same, **about
     )
@@ -84,7 +84,7 @@ def test_small_gain_fails_by_its_slope(rng, dtype, gain):
     wrong = compare(expected * (1 + gain), expected, same, **about)
     assert (wrong.passed, wrong.norm) == (False, "slope")
     allowed = budget(expected, same, dtype)
-    errors = np.abs((expected * (1 + gain)).astype(kept).astype(np.float64) - expected)
+    errors = np.abs((expected * (1 + gain)).astype(narrow).astype(np.float64) - expected)
     assert errors.max() <= allowed["max"]
     assert np.sqrt(np.mean(errors**2)) <= allowed["rms"]
 
@@ -488,7 +488,7 @@ def verdict_on(problem, values):
     """Return the comparison of attention weights if the other stages are the reference's."""
     expected = Reference(problem)
     local = {
-        name: each.astype(kept_dtype(name, "float32"))
+        name: each.astype(dtype_of_stage(name, "float32"))
         for name, each in expected.expected(local=True).items()
     }
     (found,) = (

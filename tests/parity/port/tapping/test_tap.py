@@ -504,14 +504,14 @@ def one_slot_early(layer):
     layer.update = early
 
 
-def values_kept(layer):
+def stale_values(layer):
     update = layer.update
 
     def stale(keys, values):
-        kept = None if layer.values is None else layer.values.clone()
+        before = None if layer.values is None else layer.values.clone()
         update(keys, values)
-        if kept is not None:
-            layer.values.copy_(kept)
+        if before is not None:
+            layer.values.copy_(before)
         return layer.keys, layer.values
 
     layer.update = stale
@@ -531,7 +531,7 @@ def test_bugs_of_caches_are_named():
         (llama, float8, 1, without_scales, None, "cache-scale-missing"),
         (llama, own, 1, without_minima, minimum, "cache-zero-point-missing"),
         (llama, static, 1, one_slot_early, None, "cache-slot-early"),
-        (mixed, sliding, 0, values_kept, None, "cache-values-missing"),
+        (mixed, sliding, 0, stale_values, None, "cache-values-missing"),
     )
     for model, kv_cache, index, break_cache, quantization, name in bugs:
         break_cache(kv_cache.layers[index])
