@@ -150,7 +150,7 @@ def _paged_scaled_dot_product_attention_decode(
         "paged_cache_geometry": paged_cache_geometry,
         "cache_position_modulo": cache_position_modulo,
     }
-    _refuse_views("paged_scaled_dot_product_attention_decode", geometry)
+    _reject_views("paged_scaled_dot_product_attention_decode", geometry)
     table = page_table_tensor.long()
     if table.max() >= keys.shape[0]:
         # The operation accepts it, and reads outside the cache.
@@ -337,7 +337,7 @@ def _paged_update_cache(
 
     With a page table (B, pages) the cache is (pages, K, slots per page, H).
     """
-    _refuse_views("paged_update_cache", others)
+    _reject_views("paged_update_cache", others)
     if cache.shape[1] > TILE:
         # The operation accepts them, and reads one row of tiles per sequence.
         raise AssertionError(
@@ -385,7 +385,7 @@ def _paged_fill_cache(
     """Write tokens (B, K, T, H) into the first slots of sequences, in pages (pages, K, slots per
     page, H).
     """
-    _refuse_views("paged_fill_cache", others)
+    _reject_views("paged_fill_cache", others)
     sequences = [batch_idx]
     if batch_idx_tensor is not None:
         sequences = batch_idx_tensor.flatten().tolist()
@@ -422,7 +422,7 @@ def _page_and_slot(
     return page, slot % page_size
 
 
-def _refuse_views(name: str, others: dict[str, Any]) -> None:
+def _reject_views(name: str, others: dict[str, Any]) -> None:
     """Reject options that change the layout of a cache, which are not modeled here."""
     views = (
         "block_size",

@@ -213,7 +213,7 @@ class GradientTrial(Trial):
         return super().computed(index, edits, dtype, arithmetic)
 
     @cached_property
-    def _unseen_before(self) -> list[list[int]]:
+    def _unobserved_before(self) -> list[list[int]]:
         return [[] for _ in self._paths]
 
     @cached_property

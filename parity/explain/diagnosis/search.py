@@ -619,7 +619,7 @@ class _Question:
         the bug may explain the stage if only later calls have it.
         """
         trial = self.trial
-        if not self.call or not trial.is_unseen(self.index):
+        if not self.call or not trial.is_unobserved(self.index):
             return False
         for step, names in enumerate(trial.steps[: self.index]):
             cached = [name for name in names if _is_cached_before(name, self.call)]

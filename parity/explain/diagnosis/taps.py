@@ -228,7 +228,7 @@ class _TapCheck:
         if not problems and rows_left_out:
             return replace(verdict, not_compared=verdict.left_out, left_out="")
         if not verdict.comparisons:
-            return replace(verdict, not_compared="nothing was seen of it but its input")
+            return replace(verdict, not_compared="only its input was recorded")
         if rows_left_out:
             rows = ", ".join(map(str, rows_left_out))
             verdict = replace(

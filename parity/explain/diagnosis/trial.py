@@ -244,7 +244,7 @@ class Trial:
 
     def _forget(self) -> None:
         """Start without cached results."""
-        for name in ("stages", "_unseen_before", "_recounts"):
+        for name in ("stages", "_unobserved_before", "_recounts"):
             vars(self).pop(name, None)
         self._structural_by_steps: dict[frozenset[str], list[Edit]] = {}
         self._losses_by_steps: dict[frozenset[str], list[Edit]] = {}
@@ -319,7 +319,7 @@ class Trial:
             with_losses: include bugs that only lose precision, last. They are many.
         """
         steps = STEPS_OF_A_CALL if self.problem.case.is_cached else STEPS
-        kinds = {steps[number % len(steps)] for number in (*self._unseen_before[index], index)}
+        kinds = {steps[number % len(steps)] for number in (*self._unobserved_before[index], index)}
         known = [*self._structural(frozenset(kinds))]
         known += self._from_call_of(index, kinds)
         if with_losses:
@@ -443,7 +443,7 @@ class Trial:
         changed = set(self.observed)
         step: dict[str, np.ndarray] = {}
         try:
-            for number in (*self._unseen_before[index], index):
+            for number in (*self._unobserved_before[index], index):
                 for name, x in step.items():
                     if name not in self.observed:
                         values[name] = x
@@ -593,27 +593,27 @@ class Trial:
         return flow_of(self.problem) if self._right is None else self._right._flow
 
     @cached_property
-    def _unseen_before(self) -> list[list[int]]:
+    def _unobserved_before(self) -> list[list[int]]:
         """Return for each step the earlier steps that it depends on and that were not observed.
 
         The results of a module in one call affect only the module itself in the next, and nothing
         else does.
         """
-        unseen: dict[bool, list[int]] = {False: [], True: []}
+        unobserved: dict[bool, list[int]] = {False: [], True: []}
         before: list[list[int]] = []
         for index, names in enumerate(self.steps):
             # A step has either stages of the stage functions, or of paths of the module.
             is_module = any(stage_named(name).path for name in names)
-            before.append([*unseen[is_module]])
+            before.append([*unobserved[is_module]])
             for name in names:
                 if name not in self.observed and not stage_named(name).is_end:
-                    unseen[is_module].append(index)
+                    unobserved[is_module].append(index)
                     break
         return before
 
-    def is_unseen(self, index: int) -> bool:
+    def is_unobserved(self, index: int) -> bool:
         """Return True if a step depends on an earlier one that was not observed."""
-        return bool(self._unseen_before[index])
+        return bool(self._unobserved_before[index])
 
     # ---- Tolerances ------------------------------------------------------------------------------
 

@@ -95,10 +95,10 @@ def _check_observable(layer: ObservedLayer) -> None:
     values = layer.values
     missing = [name for name in ("q", "k", "v", "output") if name not in values]
     if missing or layer.tapped.calls[0].past:
-        reason = layer.tapped.not_seen
+        reason = layer.tapped.not_observed
         if not reason and missing:
             reason = f"no {' or '.join(missing)}"
-        rule = "be attention whose queries, keys and values are seen"
+        rule = "be attention whose queries, keys and values are observed"
         raise InputError("the layer", rule, reason or "a cache")
     batch_size, _, num_tokens, _ = values["q"].shape
     longest = num_tokens

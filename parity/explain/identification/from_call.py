@@ -30,7 +30,7 @@ SEGMENTS, MASK, BIAS, SCALE, POSITIONS = "segment_ids", "mask", "bias", "scale",
 """Parts of a call, by the names of the arguments of our own layers."""
 
 UNKNOWN = "unknown"
-"""Arguments with no other value that the layer accepts, so that their effect is not seen."""
+"""Arguments with no other value that the layer accepts, so that their effect is not observed."""
 
 
 def parts_from_call(layer: ObservedLayer, inputs: Collection[str]) -> dict[str, str]:
@@ -150,7 +150,7 @@ class _Experiment:
         before, after = self.before.calls[0].values, self.after.calls[0].values
         if "q" in before and "q" not in after:
             rule = "have other values with which the layer is one attention"
-            raise InputError(self.name, rule, self.after.not_seen)
+            raise InputError(self.name, rule, self.after.not_observed)
         if self._changes("q") or self._changes("k"):
             return POSITIONS
         if self._changes("v"):

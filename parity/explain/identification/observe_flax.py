@@ -82,7 +82,7 @@ class FlaxObserver:
     Attributes:
         inputs: arrays by the first keyword that holds them.
         arrangements: attention by layer name.
-        refusals: reason why attention could not be arranged as heads, by layer name.
+        rejections: reason why attention could not be arranged as heads, by layer name.
         layers: names of the layers, in order.
         observed: the layers in the call with these inputs.
 
@@ -104,14 +104,14 @@ class FlaxObserver:
         self.finder = AttentionFinder(self.program, names)
         self.arrangements: dict[str, ArrangedAttention] = {}
         self.observed: list[ObservedLayer] = []
-        self.refusals: dict[str, str] = {}
+        self.rejections: dict[str, str] = {}
         self._leaves_of_layer: dict[str, Sequence[str]] = {}
         self._full_names: dict[tuple[str, str], str] = {}
         patterns = layers
         if isinstance(layers, str):
             patterns = (layers,)
         self._find_layers(patterns)
-        self._refuse_unseen_modules(patterns)
+        self._reject_unobserved_modules(patterns)
         if not self._leaves_of_layer:
             got = "none"
             if patterns is not None:
@@ -153,7 +153,7 @@ class FlaxObserver:
                 continue
             self._leaves_of_layer[name] = attention.leaves
             if isinstance(attention, NotAttention):
-                self.refusals[name] = attention.reason
+                self.rejections[name] = attention.reason
                 continue
             try:
                 arrangement = arrange(self.finder, attention, values)
@@ -161,10 +161,10 @@ class FlaxObserver:
                 self.observed.append(self._layer(index, name, arrangement, values, self.inputs))
                 self.arrangements[name] = arrangement
             except ValueError as error:
-                self.refusals[name] = str(error)
+                self.rejections[name] = str(error)
 
-    def _refuse_unseen_modules(self, patterns: Sequence[str] | None) -> None:
-        """Reject requested modules of attention in which no softmax was seen."""
+    def _reject_unobserved_modules(self, patterns: Sequence[str] | None) -> None:
+        """Reject requested modules of attention in which no softmax was observed."""
         leaves: list[str] = []
         for leaves_of_layer in self._leaves_of_layer.values():
             leaves += leaves_of_layer
@@ -176,7 +176,7 @@ class FlaxObserver:
             if has_inner or has_softmax or not self._is_requested(module, patterns):
                 continue
             self._leaves_of_layer[module] = []
-            self.refusals[module] = "no softmax between two products was seen in its call"
+            self.rejections[module] = "no softmax between two products was observed in its call"
 
     def _name_of(self, leaves: Sequence[str]) -> str:
         """Return a name for a layer with these parameters, unlike the names of earlier layers."""
@@ -246,7 +246,7 @@ class FlaxObserver:
             try:
                 layers.append(self._layer(index, name, arrangement, values, inputs))
             except ValueError as error:
-                self.refusals.setdefault(name, str(error))
+                self.rejections.setdefault(name, str(error))
         return layers
 
     def _layer(

@@ -170,8 +170,8 @@ def _add(
     if is_reversed:
         order = "query - key"
     how = f"products with rows of {names} by {order} are added to scores"
-    is_seen = record.num_exact is None or num_tokens > record.num_exact + 1
-    fitted.add("relative_products", record, how, up_to=num_tokens, is_seen=is_seen)
+    is_observed = record.num_exact is None or num_tokens > record.num_exact + 1
+    fitted.add("relative_products", record, how, up_to=num_tokens, is_observed=is_observed)
     num_heads = fitted.fields["num_heads"]
     for name, table in pair.tables.items():
         vectors = table.vectors

@@ -123,7 +123,7 @@ def _check_observed(runs: Sequence[ObservedLayer], call_name: str) -> None:
         stages = ("q", "k", "v", "context", "output")
         missing = [stage for stage in stages if stage not in layer.values]
         if missing:
-            reason = layer.tapped.not_seen or f"no {' or '.join(missing)}"
+            reason = layer.tapped.not_observed or f"no {' or '.join(missing)}"
             raise InputError("the layer", f"be attention with {call_name}", reason)
 
 

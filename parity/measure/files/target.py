@@ -82,7 +82,7 @@ def check_target(
         ValueError: if the target is the source, or exists in a different format.
     """
     if source is not None:
-        _refuse_source(path, [folder / name for name in names], folder, Path(source))
+        _reject_source(path, [folder / name for name in names], folder, Path(source))
     existing = [folder / name for name in names if _exists(folder / name)]
     if existing and not overwrite:
         # The error names the index if there are several files and it exists.
@@ -90,7 +90,7 @@ def check_target(
         raise FileExistsError(f"{shown} exists; pass --force to replace it")
     if len(names) == 1:
         for existing_path in existing:
-            _refuse_others(path, existing_path, kind)
+            _reject_others(path, existing_path, kind)
         return []
     index = folder / names[-1]
     old_shards = shards_in(index) if index in existing else []
@@ -99,7 +99,7 @@ def check_target(
         if existing_path != index and existing_path.name not in replaced:
             raise InputError(existing_path, f"be listed in {index} to be replaced, but it is not")
     for name in sorted(replaced):
-        _refuse_others(folder / name, folder / name, kind)
+        _reject_others(folder / name, folder / name, kind)
     return sorted(replaced - set(names))
 
 
@@ -137,7 +137,7 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Path) -> None:
+def _reject_source(path: Path, targets: Iterable[Path], folder: Path, source: Path) -> None:
     """Raise an error if the target is the source, under any name, or lies in it.
 
     Args:
@@ -169,7 +169,7 @@ def _is_any(path: Path, candidates: Iterable[Path]) -> bool:
     return any(other.exists() and path.samefile(other) for other in candidates)
 
 
-def _refuse_others(path: Path, existing_path: Path, kind: str) -> None:
+def _reject_others(path: Path, existing_path: Path, kind: str) -> None:
     """Raise an error if something but a file or folder of the format, or an empty one, exists."""
     try:
         mode = existing_path.stat().st_mode
@@ -193,14 +193,14 @@ def _refuse_others(path: Path, existing_path: Path, kind: str) -> None:
         )
 
 
-def refuse_other_file(path: str | os.PathLike[str], kind: str) -> None:
+def reject_other_file(path: str | os.PathLike[str], kind: str) -> None:
     """Raise an error if a file of a different format exists.
 
     Raises:
         ValueError: if the existing file does not start like one of the format.
     """
     if os.path.isfile(path):
-        _refuse_others(Path(path), Path(path), kind)
+        _reject_others(Path(path), Path(path), kind)
 
 
 def _begins(kind: str, begin: bytes) -> bool:

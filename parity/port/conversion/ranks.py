@@ -102,7 +102,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
             if rank_files:
                 return _joined(path, layout, ranks, rank_files)
         elif path.is_file():
-            _refuse_one_rank(path, ranks)
+            _reject_one_rank(path, ranks)
     file = open_tensors(path)
     count = file.metadata.get(NUM_RANKS, "1")
     if count != "1":
@@ -150,7 +150,7 @@ def _rank_files_in(folder: Path, ranks: Ranks) -> dict[int, Path]:
     return by_rank
 
 
-def _refuse_one_rank(path: Path, ranks: Ranks) -> None:
+def _reject_one_rank(path: Path, ranks: Ranks) -> None:
     """Reject the file of one rank out of several."""
     rank = _rank_of(path, ranks)
     if rank is None:
@@ -304,7 +304,7 @@ def write_ranks(
         part = divisions[name].parts(np.asarray(read(name)), count)[rank]
         return part.reshape(own_infos[name][0])
 
-    _refuse_used(folder)
+    _reject_used(folder)
     if not folder.exists():
         check_folder_of(folder_as_passed.rstrip(os.sep))
     target = Path(os.path.realpath(folder))  # `.` has no name, and its parent is `.`
@@ -316,7 +316,7 @@ def write_ranks(
             write_tensors(path, own_infos, partial(read_part, rank=rank), metadata, dry_run=dry_run)
         if not dry_run:
             with locked(target.parent):
-                _refuse_used(folder)
+                _reject_used(folder)
                 if target.is_dir():  # it is filled, not replaced: it may be the current folder
                     move(Batch(sorted(os.listdir(written)), written, target))
                 else:
@@ -375,7 +375,7 @@ def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec])
     return layout.ranks
 
 
-def _refuse_used(folder: Path) -> None:
+def _reject_used(folder: Path) -> None:
     if os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):
         raise FileExistsError(
             f"{folder} exists; the files of ranks are written into a new folder, or an empty one"

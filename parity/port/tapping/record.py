@@ -107,7 +107,7 @@ class TappedLayer:
             the ones of its operations; None if unknown.
         cache: the class of transformers whose quantized cache it has, such as `Fp8QuantizedLayer`;
             empty for other caches.
-        not_seen: why neither an attention function nor attention operations were observed; empty if
+        not_observed: why neither an attention function nor attention operations were observed; empty if
             they were.
         calls: its calls, in order.
     """
@@ -123,7 +123,7 @@ class TappedLayer:
     window: int | None = None
     soft_cap: float | None = None
     cache: str = ""
-    not_seen: str = ""
+    not_observed: str = ""
     calls: list[TappedCall] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
@@ -249,7 +249,7 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
         counts += [number for number in (past, first_key) if number is not None]
     layer = TappedLayer(**{**fields, "calls": calls})
     counts += [layer.index, layer.training]  # in Python, True and False are integers
-    texts = (layer.name, layer.module, layer.kind, layer.attention, layer.cache, layer.not_seen)
+    texts = (layer.name, layer.module, layer.kind, layer.attention, layer.cache, layer.not_observed)
     arguments = (layer.scale, layer.window, layer.soft_cap)
     are_texts = all(isinstance(text, str) for text in texts)
     numbers = [argument for argument in arguments if argument is not None]

@@ -652,7 +652,7 @@ class _TorchListener:
         num_tokens = x.shape[1] if x.ndim == 3 else None
         attended = self.operations.attention(x.shape[0], num_tokens)
         if not isinstance(attended, Attended):
-            self.layer.not_seen = "" if called_function else attended
+            self.layer.not_observed = "" if called_function else attended
             return
         if not called_function:
             dtype = getattr(torch, x.dtype.name)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parity.use.cli.command import Options, option, together
-from parity.use.cli.messages import refusal, warn
+from parity.use.cli.messages import input_error, warn
 from parity.use.cli.options import Decorator, flag_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def layer_options(options: Options) -> LayerKeywords:
 
     theta = options.rope_theta
     if theta is not None and not 0.0 < theta < math.inf:
-        raise refusal("--rope-theta", "be positive and finite", {"--rope-theta": theta})
+        raise input_error("--rope-theta", "be positive and finite", {"--rope-theta": theta})
     return {
         "num_heads": options.num_heads,
         "num_kv_heads": options.num_kv_heads,
@@ -158,7 +158,7 @@ def pairs_of_layers(options: Options) -> Iterator[Pairs]:
             for words in by_reason(of_files(options.files, opened)):
                 warn(f"not compared: {words}")
             counts = [f"{len(layers)} ({layers[0].label}, …)" for layers in (first, second)]
-            raise refusal(
+            raise input_error(
                 "both files", "have layers of the same numbers to be compared", " and ".join(counts)
             )
         pairs = list(zip(first, second, strict=True))
@@ -173,7 +173,7 @@ def pairs_of_layers(options: Options) -> Iterator[Pairs]:
 def _for_each_file(flag: str, values: list[str]) -> list[str | None]:
     """Return the value of an option for each of two files."""
     if len(values) > 2:
-        raise refusal(flag, "be passed once or twice", {flag: values})
+        raise input_error(flag, "be passed once or twice", {flag: values})
     if not values:
         return [None, None]
     # A value that is passed once is the first and the last.

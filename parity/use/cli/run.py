@@ -16,7 +16,7 @@ from parity.use.cli.messages import (
     check_exclusive,
     contradiction,
     no_framework,
-    refusal,
+    input_error,
     requires,
 )
 from parity.use.cli.options import (
@@ -240,7 +240,7 @@ def _check_numbers_and_names(options: Options) -> None:
         check_range(options, "seq_len", SHORTEST, LONGEST)
     if options.jobs > 1 and options.model is not None:
         rule = "be 1 with --model, because layers are read one at a time"
-        raise refusal("--jobs", rule, {"--jobs": options.jobs})
+        raise input_error("--jobs", rule, {"--jobs": options.jobs})
 
 
 def _weights_and_cases(

@@ -416,7 +416,7 @@ class AnswerOfSubject(TypedDict):
     words: Annotated[str, "answer in words"]
     example: Annotated[str, "for a broken promise: shapes, seed, path and values"]
     by_path: Annotated[dict[str, str], "answer of each path"]
-    refusal: Annotated[str, "first path that rejects the question, and why; empty if none does"]
+    rejection: Annotated[str, "first path that rejects the question, and why; empty if none does"]
 
 
 class SubjectOfQuestions(TypedDict):
@@ -552,7 +552,7 @@ class EvidenceOfField(TypedDict):
     up_to: Annotated[
         int | None, "number of tokens up to which it was observed; null if it depends on none"
     ]
-    is_seen: Annotated[bool, "false if an attribute or a configuration alone has it"]
+    is_observed: Annotated[bool, "false if an attribute or a configuration alone has it"]
 
 
 class LayerByObservation(TypedDict):
@@ -573,7 +573,7 @@ class LayerByObservation(TypedDict):
         list[list[int]], "first and last position of each verified run of positions"
     ]
     share: Annotated[Number, "error on fresh inputs / budget"]
-    refusal: Annotated[str, "first stage that no field explains; empty if there is none"]
+    reason: Annotated[str, "first stage that no field explains; empty if there is none"]
 
 
 class LayerOfLiveModel(TypedDict):
@@ -587,8 +587,8 @@ class LayerOfLiveModel(TypedDict):
         "origin of the specification: rules, observation or both; empty if there is none",
     ]
     share: Annotated[Number, "error of its recorded outputs / budget"]
-    not_ruled: Annotated[str, "why no rules describe it; empty if rules do"]
-    refusal: Annotated[str, "why it has no specification; empty if it has one"]
+    no_rules_reason: Annotated[str, "why no rules describe it; empty if rules do"]
+    reason: Annotated[str, "why it has no specification; empty if it has one"]
     identification: Annotated[LayerByObservation, "result of observation alone"]
 
 

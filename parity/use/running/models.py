@@ -207,7 +207,7 @@ def run_model(
         for live in observed.values():
             if live.spec is None:
                 report.skipped_cases.append(
-                    SkippedCase(live.name, "float32", "transformers", live.refusal)
+                    SkippedCase(live.name, "float32", "transformers", live.reason)
                 )
     if layers is None and prefix is None:
         report.left_out.extend(_left_out(checkpoint, opened, is_observed=bool(observed)))

@@ -58,7 +58,7 @@ def _bug(
     shown_by: dict[str, None] = {}
     for stage in stages:
         shown_by |= dict.fromkeys((stage, *SHOWN_BY.get(stage, ())))
-    bug = family.seen_in(*shown_by)(name, about, {}, is_loss=is_loss)
+    bug = family.shown_in(*shown_by)(name, about, {}, is_loss=is_loss)
     return replace(bug, backward=backward)
 
 

@@ -21,7 +21,7 @@ def batches(case: Case) -> Iterator[Edit]:
     """Compute the context of the wrong tokens; weights of the expected shape are right."""
     if case.is_cached or case.not_finite or case.bias or case.has_own_mask or _has_distances(case):
         return
-    bug = SEQUENCES.seen_in("context", "module.output")
+    bug = SEQUENCES.shown_in("context", "module.output")
     is_square = case.key_len == case.seq_len
     has_positions = case.spec.rope is not None
     if is_square and _padding_fits_exchanged(case) and not has_positions and case.seq_len > 1:
@@ -32,7 +32,7 @@ def batches(case: Case) -> Iterator[Edit]:
             {"context": partial(_attended, EXCHANGED)},
         )
         if case.batch == case.seq_len:
-            yield SEQUENCES.seen_in("attn_weights")(
+            yield SEQUENCES.shown_in("attn_weights")(
                 "batch-as-tokens",
                 "batch and tokens are exchanged, also in the attention weights",
                 {"attn_weights": _weights_exchanged, "context": _context_exchanged},

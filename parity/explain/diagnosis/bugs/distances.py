@@ -58,7 +58,7 @@ def alibi(case: Case) -> Iterator[Edit]:
     spec, right = case.spec, case.spec.alibi
     if right is None:
         return
-    bug = ALIBI.seen_in("scores")
+    bug = ALIBI.shown_in("scores")
     factors = {
         "missing": (0.0, "nothing is subtracted from scores for the distance of their keys"),
         "added": (-1.0, "the distance of a key is added to its score instead of subtracted"),
@@ -93,7 +93,7 @@ def _other_slopes(spec: AttentionSpec, right: Alibi) -> Iterator[Edit]:
         slopes = 2.0 ** (-right.max_bias * share)
         if right.scaled:
             slopes = slopes * spec.score_scale
-        yield ALIBI.seen_in("scores")(f"alibi-slopes-{name}", about, {"slopes": always(slopes)})
+        yield ALIBI.shown_in("scores")(f"alibi-slopes-{name}", about, {"slopes": always(slopes)})
 
 
 # ---- Relative bias -------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def relative_bias(case: Case) -> Iterator[Edit]:
     right, num_heads = spec.relative_bias, spec.num_heads
     if right is None:
         return
-    bug = RELATIVE_BIAS.seen_in("scores")
+    bug = RELATIVE_BIAS.shown_in("scores")
     yield bug(
         "relative-bias-ignored",
         "no bias for the distance of keys is added to the scores",
@@ -145,7 +145,7 @@ def _scaled(factor: float, x: np.ndarray) -> np.ndarray:
 
 
 def _of_distances(spec: AttentionSpec, right: RelativeBias) -> Iterator[Edit]:
-    bug = RELATIVE_BIAS.seen_in("scores")
+    bug = RELATIVE_BIAS.shown_in("scores")
     if right.bidirectional and right.max_distance > right.num_buckets // 2:
         about = "later keys share the query's own bucket, as in a decoder"
         one_directional = replace(right, bidirectional=False)
@@ -177,7 +177,7 @@ def _one_less(distance: np.ndarray) -> tuple[np.ndarray]:
 
 
 def _of_grid(right: GridBias) -> Iterator[Edit]:
-    bug = RELATIVE_BIAS.seen_in("scores")
+    bug = RELATIVE_BIAS.shown_in("scores")
     about = "differences of rows and columns are counted as key - query instead of query - key"
     yield bug("grid-bias-flipped", about, {"bucket_on": before(_query_and_key_exchanged)})
     if right.height > 1 and right.width > 1:
@@ -224,7 +224,7 @@ def relative_products(case: Case) -> Iterator[Edit]:
     family = RELATIVE_PRODUCTS
     if isinstance(right, SinusoidProducts):
         family = SINUSOID_PRODUCTS
-    bug = family.seen_in("scores")
+    bug = family.shown_in("scores")
     about = "scores gain no products with vectors of distances"
     yield bug("relative-products-ignored", about, {"relative_products": after(_all_zero)})
     if spec.score_scale != 1.0:

@@ -207,7 +207,7 @@ def _capped_after_mask(
 def bias(case: Case) -> Iterator[Edit]:
     if not case.bias:
         return
-    bug = SCORE_BIAS.seen_in("scores")
+    bug = SCORE_BIAS.shown_in("scores")
     missing: Overrides = {"score_bias": always(None)}
     yield bug("score-bias-missing", "the bias of the scores is missing", missing)
     yield bug(

@@ -699,7 +699,7 @@ def test_name_error_outranks_dropout_note():
 
 
 @pytest.mark.parametrize(
-    ("error", "is_refusal"),
+    ("error", "is_rejection"),
     [
         (ValueError("no"), True),
         (NotImplementedError("no"), True),
@@ -709,7 +709,7 @@ def test_name_error_outranks_dropout_note():
         (AssertionError("no"), False),
     ],
 )
-def test_intended_errors_mean_no_support(error, is_refusal):
+def test_intended_errors_mean_no_support(error, is_rejection):
     """Errors of value, implementation and runtime mean that masks are not
     supported; other errors break a guarantee.
     """
@@ -720,10 +720,10 @@ def test_intended_errors_mean_no_support(error, is_refusal):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     answer = examine(attention, ["masked key"], ["float32"], framework="torch")["masked key"]
-    expected = ("absent", "rejected") if is_refusal else ("broken", type(error).__name__)
+    expected = ("absent", "rejected") if is_rejection else ("broken", type(error).__name__)
     assert (answer.status, answer.words) == expected
-    assert (f"{type(error).__name__}: no" in str(answer.refusal)) == is_refusal
-    assert answer.kind is (Kind.REJECTED if is_refusal else Kind.BROKEN)
+    assert (f"{type(error).__name__}: no" in str(answer.rejection)) == is_rejection
+    assert answer.kind is (Kind.REJECTED if is_rejection else Kind.BROKEN)
     assert answer.exception is error
 
 
@@ -793,7 +793,7 @@ def test_unsupported_weights_are_reported():
     found = examine(attention, ["weights", "other sequence"], ["float32"], framework="torch")
     assert [answer.words for answer in found.answers] == ["rejected", "apart"]
     assert (
-        str(found["weights"].refusal)
+        str(found["weights"].rejection)
         == "float32, eval, no grad, with weights: ValueError: no weights here"
     )
 

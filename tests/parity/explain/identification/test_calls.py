@@ -46,7 +46,7 @@ def test_unchanged_layer_is_identified():
     (found,) = identify(
         nn.Sequential(Attention(lambda scores, x: scores)).eval(), {"input": numbers(3, 24, 32)}
     )
-    assert found.spec is not None, found.refusal
+    assert found.spec is not None, found.reason
     assert (found.num_tokens, found.fewest_tokens) == (24, 13)
 
 
@@ -74,7 +74,7 @@ def test_equal_tokens_show_no_attention():
     assert len(layers) == 2
     for layer in layers:
         assert layer.spec is None
-        assert "differ between tokens" in layer.refusal
+        assert "differ between tokens" in layer.reason
 
 
 def test_second_softmax_rejects_one_layer():
@@ -84,8 +84,8 @@ def test_second_softmax_rejects_one_layer():
         Attention(lambda scores, x: scores),
     ).eval()
     first, second = identify(model, {"input": numbers(3, 24, 32)})
-    assert "attention with large inputs" in first.refusal
-    assert second.spec is not None, second.refusal
+    assert "attention with large inputs" in first.reason
+    assert second.spec is not None, second.reason
 
 
 class WithPositions(nn.Module):
@@ -110,7 +110,7 @@ def test_positions_in_patches_are_identified():
     with a bias from the input it is rejected.
     """
     (found,) = identify(WithPositions(lambda scores, x: scores).eval(), {"patches": patches()})
-    assert found.spec is not None, found.refusal
+    assert found.spec is not None, found.reason
     (found,) = identify(
         WithPositions(lambda scores, x: scores + x[:, None, None, :, 0]).eval(), {"patches": patches()}
     )

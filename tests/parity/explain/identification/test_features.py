@@ -140,4 +140,4 @@ def test_injected_oddity_is_rejected(name):
     found = identify(model, inputs_of(kind))
     assert len(found) == (2 if kind == "Beit" else 1)
     assert [str(layer) for layer in found if layer.spec is not None] == []
-    assert all(layer.refusal for layer in found)
+    assert all(layer.reason for layer in found)

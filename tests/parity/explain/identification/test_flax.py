@@ -179,7 +179,7 @@ def test_evidence_of_scores_is_seen():
     """The soft cap counts as seen, and the scale was found as a factor of the scores."""
     (layer,) = identified(Decoder(EinsumAttention), tokens_of())
     how = {each.field: each for each in layer.evidence}
-    assert how["soft_cap"].is_seen
+    assert how["soft_cap"].is_observed
     assert how["scale"].how == "factor of the scores"
 
 
@@ -289,7 +289,7 @@ def test_flax_attention_sinks_are_rejected():
     odd = {"capped": False, "logits": with_sinks, "weights": lambda weights: weights[..., :-1]}
     (layer,) = identify(Decoder(EinsumAttention, **odd), tokens_of())
     assert layer.spec is None
-    assert "sinks" in layer.refusal
+    assert "sinks" in layer.reason
 
 
 def test_bfloat16_attention_is_rejected():
@@ -297,7 +297,7 @@ def test_bfloat16_attention_is_rejected():
     module = nnx.MultiHeadAttention(4, 32, dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0))
     (layer,) = identify(module, {"inputs_q": array(2, 10, 32)})
     assert layer.spec is None
-    assert "bfloat16" in layer.refusal
+    assert "bfloat16" in layer.reason
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (2, 7)])
@@ -306,7 +306,7 @@ def test_too_few_tokens_are_rejected(shape):
     tokens = {name: x[: shape[0], : shape[1]] for name, x in tokens_of().items()}
     (layer,) = identify(Decoder(LibraryAttention), tokens)
     assert layer.spec is None
-    assert layer.refusal
+    assert layer.reason
 
 
 # ---- Oddities that no field of a specification describes -----------------------------------------
@@ -370,7 +370,7 @@ def test_injected_oddity_is_rejected(name):
     """
     (layer,) = identify(Decoder(EinsumAttention, **ODDITIES[name]), tokens_of())
     assert (
-        (layer.spec == BY_EINSUM) if name in OUTSIDE else (layer.spec is None and layer.refusal)
+        (layer.spec == BY_EINSUM) if name in OUTSIDE else (layer.spec is None and layer.reason)
     ), str(layer)
 
 

@@ -269,7 +269,7 @@ def test_undescribed_argument_is_rejected(name):
     x = torch.randn(2, TOKENS, E, generator=torch.Generator().manual_seed(1))
     (layer,) = identify(Caller(attend, given).eval(), {"x": x})
     assert layer.spec is None, str(layer)
-    assert layer.refusal
+    assert layer.reason
 
 
 def test_segments_of_mha_torch_are_reported():

@@ -139,7 +139,7 @@ def test_evidence_names_its_observations():
     assert how["window_size"].up_to == 24
     assert how["window_size"].how == "the mask"
     assert how["soft_cap"].how == "tanh of scores"
-    assert how["soft_cap"].is_seen
+    assert how["soft_cap"].is_observed
     assert how["rope"].up_to == 24
     assert second.spec is not None
     assert second.spec.window_size is None
@@ -156,7 +156,7 @@ def test_window_beyond_input_is_not_seen():
     for layer in found:
         assert layer.spec is not None
         (window,) = (each for each in layer.evidence if each.field == "window_size")
-        assert not window.is_seen
+        assert not window.is_observed
         assert str(window).endswith("not seen")
 
 
@@ -176,7 +176,7 @@ def test_layer_without_softmax_is_rejected():
     for layer in layers:
         assert layer.spec is None
         assert "not identified" in str(layer)
-        assert "0 softmaxes" in layer.refusal
+        assert "0 softmaxes" in layer.reason
 
 
 def test_invalid_model_or_inputs_raise():
@@ -199,7 +199,7 @@ def test_too_few_tokens_are_rejected(shape):
     assert len(layers) == 2
     for layer in layers:
         assert layer.spec is None
-        assert "at least 8 tokens of 2 sequences, or 16 of one" in layer.refusal
+        assert "at least 8 tokens of 2 sequences, or 16 of one" in layer.reason
 
 
 def test_rejected_layer_leaves_others():
@@ -385,7 +385,7 @@ def test_injected_oddity_is_rejected(name, family, monkeypatch):
     found: list[Identification] = identify(model, inputs_of(family))
     accepted = [str(layer) for layer in found if layer.spec is not None]
     assert not accepted, accepted[0]
-    assert all(layer.refusal for layer in found)
+    assert all(layer.reason for layer in found)
 
 
 # ---- The command ---------------------------------------------------------------------------------

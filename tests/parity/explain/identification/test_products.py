@@ -101,7 +101,7 @@ def test_relative_products_are_identified(name, sequences):
     kind, options, record = FOUND[name]
     model = model_of(kind, **options)
     found = identify(model, inputs_of(kind, sequences))
-    assert [layer.refusal for layer in found] == [""] * len(found)
+    assert [layer.reason for layer in found] == [""] * len(found)
     assert {layer.spec.relative_products for layer in found if layer.spec is not None} == {record}
     if kind == "Wav2Vec2Bert":
         table = model.encoder.layers[0].self_attn.distance_embedding.weight
@@ -345,4 +345,4 @@ def test_product_oddity_is_rejected(name):
     """A layer whose products `RelativeProducts` does not describe has no spec, and a reason."""
     found = identified(made(ODD[name]))
     assert found.spec is None, str(found)
-    assert found.refusal
+    assert found.reason

@@ -184,7 +184,7 @@ def test_changing_input_is_rejected():
     layer.q_proj.register_forward_pre_hook(lambda module, args: recorded.update(q=args[0]))
     (refused,) = (each for each in identify(model, inputs) if each.name == "self_attn")
     assert refused.spec is None
-    assert "be what they were with fresh inputs" in refused.refusal
+    assert "be what they were with fresh inputs" in refused.reason
 
 
 def test_added_residual_is_reported():
@@ -302,7 +302,7 @@ def test_context_norm_is_identified():
     (found,) = identify(
         drawn(TinyAttention("norm-before-output")), {"hidden_states": numbers(2, 9, 32)}
     )
-    assert found.spec is not None, found.refusal
+    assert found.spec is not None, found.reason
     assert found.spec.context_norm is not None
 
 
