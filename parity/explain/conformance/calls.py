@@ -75,7 +75,7 @@ def run(
         inputs: split heads (B, N, T, H) or (B, T, E), in any dtype; they are rounded to the path's
             dtype.
         cotangent: cotangent of the output, for the gradients of the inputs.
-        spec, weights: of a layer with settable weights.
+        spec, weights: specification and weights of a layer with settable weights.
         strided: pass inputs that are not contiguous in memory.
         seed: seed of torch; JAX subjects hold their own keys.
         options: the mask and other arguments, see `Call`.
@@ -230,7 +230,7 @@ class _SubjectCall:
         arrays: the distinct inputs, see `by_letters`.
         cotangent: cotangent of the output; None for no gradients.
         options: arguments other than the inputs, see `Call`.
-        spec, weights: of a layer with settable weights.
+        spec, weights: specification and weights of a layer with settable weights.
         seed: seed of torch for the call.
     """
 

@@ -46,8 +46,8 @@ class Examination:
         subject: the subject.
         paths: the paths on which questions call it.
         base: path of plain calls.
-        weights_rejection: error of a call that requests attention weights, which `paths` then do not
-            request; None if there is none.
+        weights_rejection: error of a call that requests attention weights, which `paths` then do
+            not request; None if there is none.
         shared: results that several questions share, by their name and arguments.
 
     Raises:

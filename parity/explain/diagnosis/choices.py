@@ -28,7 +28,7 @@ class Choice:
 
     Attributes:
         about: a description, with `{dtype}` for the problem's dtype.
-        arithmetic: of the same-precision reference; by default the hardware's.
+        arithmetic: arithmetic of the same-precision reference; by default the hardware's.
         overrides: overrides of the same-precision reference.
     """
 

@@ -161,8 +161,8 @@ def diagnose_stages(
 
     Args:
         stages: the stages by name, in NumPy arrays.
-        reference: of their problem; its stages are not computed again.
-        arithmetic: of the hardware.
+        reference: reference of their problem; its stages are not computed again.
+        arithmetic: arithmetic of the hardware.
         seconds: work of the search, see `diagnose`.
         comparisons: known comparisons of the stages with the reference.
         candidates: edits to try after the known bugs.
@@ -224,7 +224,7 @@ def _diagnosed(
     """Read stages in every possible way; if they agree in none, search for bugs.
 
     Args:
-        arithmetic: of the hardware.
+        arithmetic: arithmetic of the hardware.
         candidates: edits to try after the known bugs.
         part: the problem and its stages.
         scope: the stages to compare, and the bugs to try.

@@ -150,8 +150,8 @@ class GradientTrial(Trial):
     Args:
         problem: the case, weights and inputs.
         observed: observed gradients, in the reference's shapes.
-        arithmetic: of the hardware.
-        reference: of the problem; its gradients are not computed again.
+        arithmetic: arithmetic of the hardware.
+        reference: reference of the problem; its gradients are not computed again.
         bugs: the bugs to try, usual ones first.
         inner: edits that the layer has anyway.
         noise: edits of the same-precision layer alone: an allowed way to compute.
@@ -328,8 +328,8 @@ def diagnose_gradients(
         forward: the diagnosis of the stages.
         stages: observed stages of the forward pass.
         gradients: observed gradients.
-        reference: of the problem, with gradients.
-        arithmetic: of the hardware.
+        reference: reference of the problem, with gradients.
+        arithmetic: arithmetic of the hardware.
         seconds: work of the search.
     """
     problem = reference.problem

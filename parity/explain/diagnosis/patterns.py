@@ -25,7 +25,7 @@ def injected_pattern(trial: Trial, stage: str, edits: Edits, patterns: Sequence[
         trial: the reference, and the observed stages.
         stage: the stage.
         edits: those that are already injected.
-        patterns: of the stage, the simplest first.
+        patterns: patterns of the stage, the simplest first.
     """
     known = stage_named(stage)
     of_path = trial.of_path(known.path)

@@ -56,7 +56,7 @@ class Part:
         remembered: known projections.
         words: a description of the sample; empty for a whole problem.
         compared_stages: the stages to compare; all by default.
-        reference: of a whole problem, whose stages are not computed again.
+        reference: reference of a whole problem, whose stages are not computed again.
     """
 
     problem: Problem

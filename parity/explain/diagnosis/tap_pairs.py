@@ -39,7 +39,7 @@ class LayerDifference(JsonRecord):
 
     Attributes:
         layer: a title, `layer 17 (sliding_attention)`.
-        names: of the modules.
+        names: names of the module in both recordings.
         tokens: number of tokens, over all sequences, that both have.
         errors: by stage, and for `input` and `key_input`: root mean square of the difference,
             relative to the root mean square of the first. Infinite if shapes differ.
@@ -78,7 +78,7 @@ class TapDifference(JsonRecord):
     Attributes:
         layers: the layers of both, in the order of the first.
         alone: names of the modules that one recording lacks, or never called.
-        unit: of rounding, of the coarser of their dtypes.
+        unit: unit of rounding of the coarser of their dtypes.
         left_out: number of common tokens that were not compared, because the recordings generated
             different tokens before them.
     """
@@ -116,13 +116,13 @@ class TapDifference(JsonRecord):
             lines.append(f"only one of them called {', '.join(self.alone)}")
         if self.left_out:
             lines.append(
-                f"{self.left_out} tokens were left out: from there on the two were given other "
-                f"tokens"
+                f"{self.left_out} tokens were not compared: from there on, the recordings have "
+                f"different tokens"
             )
         if self.differs_before:
             error = self.layers[0].errors["input"]
             lines.append(
-                f"what {self.layers[0].layer} is given differs already ({error:.1e}): the cause "
+                f"the input of {self.layers[0].layer} already differs ({error:.1e}): the cause "
                 f"lies before it"
             )
         first = self.first
@@ -133,7 +133,7 @@ class TapDifference(JsonRecord):
             )
         elif not self.differs_before:
             lines.append(
-                f"{len(self.layers)} layers leave nothing further apart than they were given it"
+                f"none of the {len(self.layers)} layers increases the difference"
             )
         return "\n".join(lines)
 

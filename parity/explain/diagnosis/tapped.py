@@ -71,7 +71,7 @@ class Sequences:
         caches: by call and name, the attended keys and values, if they differ from the calls' own.
         first_call: `keys` and `values` of the first call: of all sequences of the batch, padding
             included, as a quantized cache computes its scales.
-        quantization: of the cache; None if it stores keys and values as they are.
+        quantization: quantization of the cache; None if it stores keys and values as they are.
     """
 
     rows: np.ndarray

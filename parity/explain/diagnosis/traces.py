@@ -44,7 +44,7 @@ def diagnose_worst(
     """Diagnose the trace whose first wrong stage comes first.
 
     Args:
-        traces: of one problem.
+        traces: traces of one problem.
         sides: the comparisons of each with the reference.
         seconds: work of the search for bugs, see `diagnose`.
     """

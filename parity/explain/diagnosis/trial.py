@@ -159,11 +159,11 @@ class Trial:
     Args:
         problem: the case, weights and inputs.
         observed: observed stages, in the reference's shapes.
-        arithmetic: of the hardware.
+        arithmetic: arithmetic of the hardware.
         choice: an allowed way to compute in the same precision.
         base: the innermost edit of every layer, see `remembering`.
         scope: the stages to compare, and the bugs to try.
-        reference: of the problem; its stages are not computed again.
+        reference: reference of the problem; its stages are not computed again.
         candidates: edits to try after the known bugs, of one who knows more than the stages.
     """
 
@@ -315,7 +315,7 @@ class Trial:
         that was not observed; usual ones first.
 
         Args:
-            index: of the step.
+            index: index of the step.
             with_losses: include bugs that only lose precision, last. They are many.
         """
         steps = STEPS_OF_A_CALL if self.problem.case.is_cached else STEPS
@@ -330,8 +330,8 @@ class Trial:
         """Return the bugs of a cache that begin in the call of a step.
 
         Args:
-            index: of the step.
-            kinds: of the steps that these bugs may change.
+            index: index of the step.
+            kinds: kinds of the steps that these bugs may change.
         """
         call = stage_named(self.steps[index][0]).step
         changed = {"mask", "cache"}
@@ -624,7 +624,7 @@ class Trial:
 
         Args:
             stage: the stage.
-            edits: of the expected values.
+            edits: edits of the expected values.
             quick: use approximately the budget of the right layer.
             arithmetic: the one that determines the budget; by default the hardware's.
         """
@@ -817,7 +817,7 @@ class Trial:
 
         Args:
             stage: the stage.
-            edits: of the expected values.
+            edits: edits of the expected values.
             limited: a context that raises a TimeoutError if parameters of the specification, or
                 parts of the layer, exceed the limit of work.
         """

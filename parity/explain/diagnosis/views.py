@@ -92,7 +92,7 @@ class StageView:
         """Return the diagnosis of this reading.
 
         Args:
-            result: of the search; None if nothing was searched.
+            result: result of the search; None if nothing was searched.
             untried: the parts of the search that exceeded the time limit.
         """
         wrong = self.wrong

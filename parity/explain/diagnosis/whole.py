@@ -28,10 +28,10 @@ class WholeStages(Mapping[str, Comparison]):
 
     Args:
         observed: stages in the reference's order of axes.
-        reference: of their problem.
-        arithmetic: of the hardware.
+        reference: reference of their problem.
+        arithmetic: arithmetic of the hardware.
         comparisons: known comparisons with the reference, by stage.
-        prefix: of the stages' names in the reference, such as `step0.`.
+        prefix: prefix of the stages' names in the reference, such as `step0.`.
         passed: stages that are known to agree, such as scores in 16 bits.
     """
 

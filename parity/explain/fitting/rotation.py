@@ -50,7 +50,7 @@ def fit_rotation(before: np.ndarray, after: np.ndarray, positions: np.ndarray) -
 
     Args:
         before, after: complex pairs before and after it, (B, N, T, pairs).
-        positions: of the tokens, (B or 1, T).
+        positions: positions of the tokens, (B or 1, T).
 
     Returns:
         None if no two consecutive tokens have consecutive positions.
@@ -103,7 +103,7 @@ def nearest_positions(turns: np.ndarray, frequencies: np.ndarray, most: int) -> 
 
     Args:
         turns: observed complex factor of each pair, (…, pairs).
-        frequencies: of the pairs, (pairs,).
+        frequencies: frequencies of the pairs, (pairs,).
         most: number of positions that are tried.
 
     Returns:

@@ -54,7 +54,7 @@ class Identification(JsonRecord):
     """An identified attention layer, or the reason why it was not identified.
 
     Attributes:
-        name: of the module.
+        name: name of the module.
         spec: its specification; None if it was not identified.
         weights: its canonical weights.
         names: parameter of the module that holds each weight; its full name if another module holds

@@ -79,7 +79,7 @@ def added_to(
         scores: input of the softmax, (B, N, T, S).
         expected: scores without these values, (B, N, T, S).
         hidden: keys that queries do not attend to, (T, S).
-        description: of the expected scores, for messages.
+        description: description of the expected scores, for messages.
 
     Raises:
         ValueError: if they differ between sequences.

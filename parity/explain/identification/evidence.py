@@ -49,7 +49,7 @@ class FittedLayer:
     """A layer of which some fields are fitted.
 
     Attributes:
-        fields: of the specification.
+        fields: fields of the specification.
         weights: canonical weights.
         names: parameter of the module that holds each weight.
         rows: rows of that parameter, for each weight that does not hold all of them once and in

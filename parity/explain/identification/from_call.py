@@ -127,7 +127,7 @@ class _Experiment:
     """A layer, called with two values of one argument.
 
     Attributes:
-        name: of the argument.
+        name: name of the argument.
         value: in the first call.
         changed_value: in the second call.
         before: record of the first call.

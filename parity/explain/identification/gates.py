@@ -20,7 +20,7 @@ class GateBias(NamedTuple):
     """A parameter of a layer that may be added to the output of the projection of its gate.
 
     Attributes:
-        name: of the parameter; empty for no bias.
+        name: name of the parameter; empty for no bias.
         added: the number for each feature of the projection.
     """
 

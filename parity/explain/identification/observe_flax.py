@@ -365,8 +365,8 @@ class FlaxObserver:
         """Return the names of parameters of a layer, by weight, as the model has them.
 
         Args:
-            name: of the layer.
-            names: of the parameters in fits, by weight.
+            name: name of the layer.
+            names: names of the parameters in fits, by weight.
         """
         own_names = {}
         for weight, parameter in names.items():

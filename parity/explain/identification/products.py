@@ -27,7 +27,7 @@ class VectorTable:
     """Learned vectors that a layer may have for distances.
 
     Attributes:
-        name: of the parameter, or of the submodule that returns them.
+        name: name of the parameter, or of the submodule that returns them.
         vectors: (num_buckets, N or 1, H).
         is_parameter: whether they are a parameter as it is.
     """
@@ -62,8 +62,8 @@ class VectorProducts:
     Attributes:
         of_queries: (B, N, T, num_buckets), or None.
         of_keys: (B, N, S, num_buckets), or None.
-        shape: of the scores.
-        num_buckets: of the tables.
+        shape: shape of the scores.
+        num_buckets: number of buckets of the tables.
         per_head: whether a table has vectors for each head.
     """
 
@@ -119,7 +119,7 @@ def fit_relative_products(
         layer: the observed layer.
         added: values that are added to scores, (B, N, T, S); 0 for hidden keys.
         hidden: keys that queries do not see, (T, S).
-        config: of the model, for distances that a short input cannot show.
+        config: configuration of the model, for distances that a short input cannot show.
         fitted: collects the fields.
     """
     q, k = layer.values["q"].astype(np.float64), layer.values["k"].astype(np.float64)

@@ -281,7 +281,7 @@ def positions_of(
     Args:
         before, after: heads (B, heads, T, H).
         rope: RoPE on several axes.
-        tolerance: of each angle, in radians.
+        tolerance: tolerance of each angle, in radians.
 
     Raises:
         ValueError: if there are no such positions.

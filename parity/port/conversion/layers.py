@@ -170,7 +170,7 @@ class TensorCache:
 
     Attributes:
         file: the open file.
-        path, infos, quantised: of the file.
+        path, infos, quantised: attributes of the file.
     """
 
     def __init__(self, file: TensorFile) -> None:

@@ -273,7 +273,7 @@ def write_ranks(
 
     Args:
         folder: folder to write; it must be missing or empty.
-        layout: of the attention layers.
+        layout: layout of the attention layers.
         count: number of ranks.
         specs: specifications of the layers, by label.
         infos: shape and dtype of each whole tensor, by name.

@@ -70,7 +70,7 @@ class Softmax:
     """A softmax over an axis.
 
     Attributes:
-        name: of its operation.
+        name: name of its operation.
         origins: scores and other softmaxes that its input came from.
         scores, weights: copies of its input and result, which later operations may overwrite.
         axis: axis that it normalizes, >= 0.
@@ -414,7 +414,7 @@ def _heads(x: Tensor, batch_size: int, num_tokens: int, sizes: list[int]) -> Ten
         x: the rows.
         batch_size: number of sequences.
         num_tokens: number of tokens.
-        sizes: of the axes before keys; they show whether tokens come before groups.
+        sizes: sizes of the axes before keys; they show whether tokens come before groups.
     """
     groups = x.shape[1] // num_tokens
     axis_by_size = {size: axis for axis, size in enumerate(sizes)}

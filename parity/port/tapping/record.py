@@ -93,7 +93,7 @@ class TappedLayer:
     """The calls of one attention layer.
 
     Attributes:
-        name: of the module in its model.
+        name: name of the module in its model.
         index: number of the layer in the model; its index among the tapped layers if it has none.
         module: name of its class.
         kind: its type in the model's configuration, such as `sliding_attention`; empty if not
@@ -107,8 +107,8 @@ class TappedLayer:
             the ones of its operations; None if unknown.
         cache: the class of transformers whose quantized cache it has, such as `Fp8QuantizedLayer`;
             empty for other caches.
-        not_observed: why neither an attention function nor attention operations were observed; empty if
-            they were.
+        not_observed: why neither an attention function nor attention operations were observed; empty
+            if they were.
         calls: its calls, in order.
     """
 

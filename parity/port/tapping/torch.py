@@ -95,7 +95,7 @@ def _new_layer(name: str, module: nn.Module, number: int, kinds: list[str]) -> T
     """Return an empty recording of a module.
 
     Args:
-        name: of the module.
+        name: name of the module.
         module: the module.
         number: its index among the tapped modules.
         kinds: type of each layer of the model; empty if unknown.
@@ -506,8 +506,8 @@ class _TorchListener:
         """Record keys or values of self-attention, and of its cache if they differ.
 
         Args:
-            name: of the call's own keys or values.
-            cache_name: of all that the function received.
+            name: name of the call's own keys or values.
+            cache_name: name of all that the function received.
             x: keys or values that the attention function received.
             num_past: number of tokens before the call.
             num_tokens: number of tokens in the call.

@@ -38,7 +38,7 @@ class OwnLayer(NamedTuple):
     Attributes:
         function: its call, with its weights.
         problem: the right weights, and inputs.
-        framework: of its arrays.
+        framework: framework of its arrays.
         is_causal_known: whether an option or the model's configuration says if it is causal.
     """
 

@@ -120,7 +120,7 @@ def print_inspection(
     fit.
 
     Args:
-        path: of the file.
+        path: path of the file.
         file: the open file.
         layers_by_kind: its attention layers.
         out: where to print.

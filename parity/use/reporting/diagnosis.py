@@ -35,7 +35,7 @@ def print_diagnosis(
     On a terminal, labels are bold and long lines continue with an indent.
 
     Args:
-        diagnosis: of a layer, of ranks or of a recording.
+        diagnosis: diagnosis of a layer, of ranks or of a recording.
         out: the console.
         is_right: True if nothing is wrong.
         verbose: also print alternatives, patterns, nearest bugs and conventions.

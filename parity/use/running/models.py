@@ -227,7 +227,7 @@ def with_exercised(
     """Return a report with the features that its cases exercise or not.
 
     Args:
-        report: of all cases.
+        report: report of all cases.
         cases_by_layer, further_by_layer: cases of layers, and those that `further_cases` added.
         dtypes: names of the dtypes of the run.
     """

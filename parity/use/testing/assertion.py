@@ -326,8 +326,8 @@ def message(
     that differ.
 
     Args:
-        comparisons: of all stages.
-        diagnosis: of the difference, if there is one.
+        comparisons: comparisons of all stages.
+        diagnosis: diagnosis of the difference, if there is one.
         next_step: a way to learn more.
         verbose: include the whole diagnosis, not only its summary.
 
@@ -395,8 +395,8 @@ def _passed_as_recorded(
     """Return a comparison that passes if a convention, or a choice, explains it.
 
     Args:
-        comparison: of a stage, after undoing its convention if `is_repeated`.
-        diagnosis: of all stages.
+        comparison: comparison of a stage, after undoing its convention if `is_repeated`.
+        diagnosis: diagnosis of all stages.
         is_repeated: the stage was compared again.
     """
     stage = stage_named(comparison.stage)

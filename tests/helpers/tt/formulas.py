@@ -43,8 +43,8 @@ def attend(
     bias: Any = 0.0,
     multiplier: Any = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return context and attention weights of split heads; `multiplier` multiplies the weights before
-    the values are summed.
+    """Return context and attention weights of split heads; `multiplier` multiplies the weights
+    before the values are summed.
     """
     groups = query.shape[1] // key.shape[1]
     query, key, value = (x.astype(np.float64) for x in (query, key, value))

@@ -477,8 +477,8 @@ BIASES = {
 }
 
 
-# The memory of a bias, a mask next to it and its dtype are combined; its shape is combined only with
-# a mask.
+# The memory of a bias, a mask next to it and its dtype are combined; its shape is combined only
+# with a mask.
 @sample(12)
 @both_dtypes
 @both_forms

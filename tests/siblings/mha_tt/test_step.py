@@ -222,8 +222,8 @@ def test_step_memory_does_not_grow(device):
     ("name", "fast"), [*((name, False) for name in LAYERS), ("few heads", True), ("packed", True)]
 )
 def test_counted_positions_equal_uploaded_ones(device, name, fast):
-    """Positions counted on the device give bit-identical steps to uploaded ones, close to the prompt
-    kernel's.
+    """Positions counted on the device give bit-identical steps to uploaded ones, close to the
+    prompt kernel's.
     """
     module, x = made(device, LAYERS[name], fast=fast)
     cache = begun(module, x)

@@ -562,8 +562,8 @@ def _rotated(first: np.ndarray, later: np.ndarray, count: int, *, is_causal: boo
     """Return the gradients of all blocks of keys: what each rank's steps add to them.
 
     Args:
-        first: of the first step, by the block of the rank.
-        later: of a later step.
+        first: gradients of the first step, by the block of the rank.
+        later: gradients of a later step.
         count: number of ranks.
         is_causal: whether only later ranks add to a block.
     """
@@ -629,7 +629,7 @@ def redrawn(factors: np.ndarray) -> Iterator[Edit]:
     Its row means come from the output of the forward pass, or from a second forward pass.
 
     Args:
-        factors: of the backward pass: 0 for a dropped weight, 1 / (1 - p) for others.
+        factors: factors of the backward pass: 0 for a dropped weight, 1 / (1 - p) for others.
     """
     again = {"dropped": _times(factors)}
     for overrides in (_kernel_with(again), again):

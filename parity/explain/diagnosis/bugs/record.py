@@ -182,7 +182,7 @@ def pattern(
     """Return an edit that was fitted to a stage.
 
     Args:
-        name: of its kind, such as `factor`.
+        name: name of its kind, such as `factor`.
         about: a description, with the values.
         fitted: the fitted values by name.
         parameters: how many they are.

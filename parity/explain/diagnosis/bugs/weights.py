@@ -160,7 +160,7 @@ def misread(name: str, order: np.ndarray, names: tuple[str, ...], about: str, fi
     """Return a packed weight that was read in a different order than it was packed in.
 
     Args:
-        name: of the bug.
+        name: name of the bug.
         order: the row of the right projections, one after the other, that each row of the wrong
             ones is.
         names: canonical names of the weights, and of the biases that are packed alike, in the order

@@ -38,8 +38,8 @@ def cache_parts(problem: Problem, quantity: str) -> Iterator[Edit]:
 
     Args:
         problem: with the case.
-        quantity: of the stage. A wrong length shows in positions, masks and slots alike, so a
-            single one of them does not tell it.
+        quantity: quantity of the stage. A wrong length shows in positions, masks and slots alike,
+            so a single one of them does not tell it.
     """
     if not problem.case.is_cached or problem.spec.latent is not None:
         return

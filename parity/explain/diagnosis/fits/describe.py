@@ -212,7 +212,7 @@ def location_of(
         same_precision: the stage of the reference in the dtype of the problem, which determines the
             budget.
         problem: the case, weights and inputs.
-        arithmetic: of the hardware.
+        arithmetic: arithmetic of the hardware.
     """
     if stage_named(stage).is_exact:
         allowed = NOTHING
@@ -237,8 +237,8 @@ def _difference(
     others: Mapping[str, np.ndarray] | None,
     unused: np.ndarray | None,
 ) -> Difference | Description:
-    """Return the values of a stage and its location; the whole description if no element is wrong by
-    itself.
+    """Return the values of a stage and its location; the whole description if no element is wrong
+    by itself.
     """
     if actual.shape != expected.shape:
         raise InputError(

@@ -79,7 +79,7 @@ def find_location(
 
     Args:
         stage: the stage.
-        letters: of its axes.
+        letters: letters of its axes.
         bad: wrong elements, at least one.
         box: indices of each axis with wrong elements.
         hidden: cells that the mask hides, (B, N, T, S), if known.

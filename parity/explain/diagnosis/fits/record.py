@@ -78,7 +78,7 @@ class Difference:
 
     Attributes:
         stage: the stage.
-        letters: of its axes.
+        letters: letters of its axes.
         actual, expected: float64.
         allowed: errors by norm, `rms` and `max`.
         errors: absolute; infinite if one is NaN and the other is not.
@@ -89,7 +89,7 @@ class Difference:
         hidden: cells that the mask hides, (B, N, T, S), if known.
         problem: the case, weights and inputs, if known.
         other_stages: other known stages by name.
-        mantissa_bits: of the dtype of the actual values, without the leading 1.
+        mantissa_bits: mantissa bits of the dtype of the actual values, without the leading 1.
         unused: cells that are not compared, in which the actual values are the expected ones; None
             if there are none.
     """
@@ -167,7 +167,7 @@ class Difference:
         """Return an edit that explains the stage.
 
         Args:
-            name: of its kind, such as `factor`.
+            name: name of its kind, such as `factor`.
             about: a description, with the values.
             fitted: the fitted values by name.
             parameters: how many they are.

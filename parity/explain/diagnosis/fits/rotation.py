@@ -42,7 +42,7 @@ class _Turning:
 
     Attributes:
         rope: the expected RoPE, which defines the pairs.
-        positions: of the tokens, (B or 1, T).
+        positions: positions of the tokens, (B or 1, T).
         right: expected frequencies, (pairs,).
         used: observed frequencies.
         begin: the angle at position 0, (pairs,).

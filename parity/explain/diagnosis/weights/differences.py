@@ -49,7 +49,7 @@ class TensorDifference:
 
     Attributes:
         name: its canonical name.
-        shape: of the canonical tensor, (out, in) or (out,).
+        shape: shape of the canonical tensor, (out, in) or (out,).
         differing: number of elements that differ; 0 if only the dtypes differ.
         rows, columns: number of rows and columns that differ; columns is None for a tensor of one
             axis.

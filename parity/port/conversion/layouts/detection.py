@@ -180,8 +180,8 @@ def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
 def placement_for(
     readers: Collection[Callable[[str], np.ndarray]], spec: AttentionSpec, layout: Layout
 ) -> Placement:
-    """Return the placement of layers of one specification, whose weights are read by name, or reject
-    them.
+    """Return the placement of layers of one specification, whose weights are read by name, or
+    reject them.
 
     If the layout has a tensor for shared keys and values, it is used when both are equal in all
     layers.

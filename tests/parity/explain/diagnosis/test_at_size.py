@@ -250,7 +250,9 @@ def test_correct_stages_pass_at_size(problems):
 
 
 def test_unsampled_error_is_found(problems):
-    """One wrong element is unknown, and `assert_parity` shows its location, though no sample has it."""
+    """One wrong element is unknown, and `assert_parity` shows its location, though no sample has
+    it.
+    """
     output = given_by(problems["llama"])["output"]
     output[0, 100, 200] += 0.1
     diagnosis = diagnose({"output": output}, problems["llama"], seconds=0.5)

@@ -1,5 +1,5 @@
-"""Two sets of weights compared directly: the tensors that differ, their patterns, and reorderings of
-the same function.
+"""Two sets of weights compared directly: the tensors that differ, their patterns, and reorderings
+of the same function.
 """
 
 import json
@@ -413,7 +413,9 @@ def test_pattern_names_its_rows_or_columns(indices, words):
 
 
 def test_exchange_differs_from_a_copy():
-    """Exchanged weights of k and v have that pattern; a copy in only one has the pattern of a copy."""
+    """Exchanged weights of k and v have that pattern; a copy in only one has the pattern of a
+    copy.
+    """
     weights = random_weights(ROPE)
     k, v = weights["k_proj.weight"], weights["v_proj.weight"]
     both = compared(weights, changed(weights, k_proj__weight=v, v_proj__weight=k), ROPE)

@@ -1,5 +1,5 @@
-"""Patterns: the location and the pattern of errors injected into arrays of every kind; random errors
-have none.
+"""Patterns: the location and the pattern of errors injected into arrays of every kind; random
+errors have none.
 """
 
 import json

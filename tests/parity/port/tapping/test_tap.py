@@ -1091,7 +1091,7 @@ def test_taps_need_the_same_inputs():
     difference = parity.compare_taps(one, other)
     assert difference.differs_before
     assert not difference.agrees
-    assert "what layer 0 is given differs already" in str(difference)
+    assert "the input of layer 0 already differs" in str(difference)
     with parity.tap(model) as none:
         pass
     with refuses("taps", "none"):
