@@ -69,12 +69,12 @@ def test_bugs_are_where_records_say(style):
 
 
 def test_right_ports_raise_no_alarm(style):
-    """No right port of a style, `known` or `apart`, raises an alarm. Each is shown to be right
-    first; for the half `apart` only the number is reported.
+    """No right port of a style, `known` or `held-out`, raises an alarm. Each is shown to be right
+    first; for the half `held-out` only the number is reported.
     """
     asked = [
         job
-        for job in jobs(["known", "apart"], [style])
+        for job in jobs(["known", "held-out"], [style])
         if job.id in RIGHTS and job.record.how.mode != "compile"
     ]
     verdicts = list(map(verdict_on, asked))
@@ -83,10 +83,10 @@ def test_right_ports_raise_no_alarm(style):
     assert len(alarms) == 0
 
 
-@pytest.mark.parametrize("which", ["known", "apart"])
+@pytest.mark.parametrize("which", ["known", "held-out"])
 def test_bugs_are_caught_and_mostly_located(which):
     """With stages, every sampled bug is caught, at least 90% are located, and no name is wrong or
-    unclassified; for the half `apart` only the numbers are reported.
+    unclassified; for the half `held-out` only the numbers are reported.
     """
     of_stages = [job for job in jobs([which]) if job.id in BUGS and not job.output_only]
     verdicts = list(map(verdict_on, of_stages[SOME]))
@@ -185,10 +185,10 @@ def test_pairs_of_names_are_classified():
 
 def test_jobs_are_selected_by_half_and_style():
     """Jobs of both halves of a style are disjoint and add up to all of its jobs."""
-    known, apart = jobs(["known"], ["mpt"]), jobs(["apart"], ["mpt"])
-    assert not set(known) & set(apart)
-    assert {job.record.style for job in known + apart} == {"mpt"}
-    assert len(known + apart) == len(jobs(["known", "apart"], ["mpt"]))
+    known, held_out = jobs(["known"], ["mpt"]), jobs(["held-out"], ["mpt"])
+    assert not set(known) & set(held_out)
+    assert {job.record.style for job in known + held_out} == {"mpt"}
+    assert len(known + held_out) == len(jobs(["known", "held-out"], ["mpt"]))
 
 
 def test_tool_prints_rates_and_verdicts(tmp_path):

@@ -127,10 +127,10 @@ WITH_THE_CATALOGUE = ("serve", "ring", "left", "quantized")
 
 
 def half(name: str) -> str:
-    """`known`, which may be looked at while the diagnosis is improved, or `apart`, of which only rates may."""
+    """`known`, which may be looked at while the diagnosis is improved, or `held-out`, of which only rates may."""
     if name.startswith(WITH_THE_CATALOGUE):
         return "known"
-    return "known" if zlib.crc32(f"wild {name}".encode()) % 2 else "apart"
+    return "known" if zlib.crc32(f"wild {name}".encode()) % 2 else "held-out"
 
 
 def port_of(style: str, edit: tuple[str, str] | None = None) -> Callable[[Problem, How], Mapping[str, Any]]:

@@ -59,7 +59,7 @@ def of_diagnosis_rates(verdicts: list) -> dict:
     from wild.rates import GRADES, is_caught, is_clean, is_located, grade_of
 
     halves = {}
-    for half in ("known", "apart"):
+    for half in ("known", "held-out"):
         rights = [each for each in verdicts if each["half"] == half and each["is_right"]]
         counts = {"rights": len(rights), "false_alarms": sum(not is_clean(each) for each in rights)}
         for prefix, output_only in (("", False), ("output_", True)):

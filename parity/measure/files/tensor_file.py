@@ -95,7 +95,7 @@ class TensorFile:
         fetch: reads the other tensors.
         release: closes the file.
         ignored: names of entries that are not tensors.
-        quantised: types of quantized tensors by name; `read` dequantizes them.
+        quantized: types of quantized tensors by name; `read` dequantizes them.
     """
 
     path: Path
@@ -106,7 +106,7 @@ class TensorFile:
     fetch: Callable[[str], np.ndarray] = field(repr=False, default=_closed)
     release: Callable[[], object] = field(repr=False, default=lambda: None)
     ignored: list[str] = field(default_factory=list)
-    quantised: Mapping[str, str] = field(default_factory=dict)
+    quantized: Mapping[str, str] = field(default_factory=dict)
     _buffers: list[deque[memoryview]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:

@@ -119,12 +119,12 @@ class FileLayer:
         return self.file.infos[next(iter(self.sources.values()))].dtype
 
     @property
-    def quantised(self) -> list[str]:
+    def quantized(self) -> list[str]:
         """Return the quantization types of its tensors in the file."""
         kinds: set[str] = set()
         for name in self.sources.values():
-            if name in self.file.quantised:
-                kinds.add(self.file.quantised[name])
+            if name in self.file.quantized:
+                kinds.add(self.file.quantized[name])
         return sorted(kinds)
 
     def load(self) -> tuple[Weights, AttentionSpec]:
@@ -170,14 +170,14 @@ class TensorCache:
 
     Attributes:
         file: the open file.
-        path, infos, quantised: attributes of the file.
+        path, infos, quantized: attributes of the file.
     """
 
     def __init__(self, file: TensorFile) -> None:
         self.file = file
         self.path = file.path
         self.infos = file.infos
-        self.quantised = file.quantised
+        self.quantized = file.quantized
         self._cached: dict[tuple[str, int | None], np.ndarray] = {}
 
     @cached_property

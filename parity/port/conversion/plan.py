@@ -571,7 +571,7 @@ class Plan:
             optimizer_state=optimizer_state,
             ignored_settings=[key_in_words(name, value) for name, value in unread.items()],
             missing=self.hints.missing(labels, infos),
-            dequantized=[name for name in self.source.quantised if name not in dropped],
+            dequantized=[name for name in self.source.quantized if name not in dropped],
         )
 
     def _record(self, metadata: Mapping[str, str]) -> ConversionPlan:

@@ -153,16 +153,16 @@ def print_inspection(
 def _tensor_rows(file: TensorFile) -> list[Row]:
     """Return a row for tensors that are alike: pattern of the name, shape, dtype, count."""
     counts = Counter(
-        (numbered(name), info.shape, info.dtype, file.quantised.get(name))
+        (numbered(name), info.shape, info.dtype, file.quantized.get(name))
         for name, info in file.infos.items()
     )
     # NumPy takes long to name a dtype, and a file has few dtypes and many tensors.
     names_of_dtypes = {dtype: dtype.name for _, _, dtype, _ in counts}
     rows: list[Row] = []
-    for (pattern, shape, dtype, quantised), count in counts.items():
+    for (pattern, shape, dtype, quantized), count in counts.items():
         kind = names_of_dtypes[dtype]
-        if quantised is not None:
-            kind = f"{quantised}, read as {kind}"
+        if quantized is not None:
+            kind = f"{quantized}, read as {kind}"
         sizes = " x ".join(map(str, shape)) or "scalar"
         rows.append((pattern, sizes, kind, str(count)))
     return rows

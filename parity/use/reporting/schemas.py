@@ -614,7 +614,7 @@ class TensorOfFile(TypedDict):
 class InspectedTensor(TensorOfFile, total=False):
     """A tensor of a file, which may be quantized; if it is not, it lacks this key."""
 
-    quantised: Annotated[str, "how it is quantized"]
+    quantized: Annotated[str, "how it is quantized"]
 
 
 class GroupOfLayers(TypedDict):
@@ -886,19 +886,19 @@ class Benchmark(TypedDict):
 
 
 SCHEMAS = {
-    "run": Schema(7, {"": CasesReport, "`--list`": Cases}),
+    "run": Schema(8, {"": CasesReport, "`--list`": Cases}),
     "compare": Schema(
-        7,
+        8,
         {
             "traces, or recordings with `--model`": CasesReport,
             "two recordings without `--model`": TwoRecordings,
             "two files of weights": VerifiedFiles,
         },
     ),
-    "conformance": Schema(3, {"": ConformanceReport}),
+    "conformance": Schema(4, {"": ConformanceReport}),
     "mutate": Schema(4, {"": InjectedBugs}),
     "diagnose": Schema(
-        7,
+        8,
         {
             "a function, or traces": FunctionDiagnosis,
             "two weight files": WeightsDiagnosis,
@@ -909,14 +909,14 @@ SCHEMAS = {
     ),
     "bugs": Schema(1, {"": ListOfPages, "`--all`": ListOfBugs, "NAME": Pages}),
     "plot": Schema(1, {"": PlottedAttention}),
-    "spec": Schema(2, {"FOLDER": LayersOfFolder, "`--live`": LiveLayers, "`--families`": Families}),
-    "inspect": Schema(4, {"`--layouts`, or a layout": Layouts, "": InspectedFile}),
-    "convert": Schema(3, {"": Conversion}),
+    "spec": Schema(3, {"FOLDER": LayersOfFolder, "`--live`": LiveLayers, "`--families`": Families}),
+    "inspect": Schema(5, {"`--layouts`, or a layout": Layouts, "": InspectedFile}),
+    "convert": Schema(4, {"": Conversion}),
     "write": Schema(1, {"": WrittenLayer}),
     "cache-size": Schema(1, {"": CacheSize}),
     "doctor": Schema(1, {"": Installation}),
     "selftest": Schema(4, {"": DetectedBugs}),
-    "mesh": Schema(4, {"": MeshReport}),
+    "mesh": Schema(5, {"": MeshReport}),
     "bench": Schema(1, {"": Benchmark}),
 }
 """The JSON of each command."""

@@ -276,9 +276,9 @@ def _check_arguments(
     if arithmetic not in (None, *ARITHMETICS):
         raise InputError("arithmetic", f"be one of {list(ARITHMETICS)}", arithmetic=arithmetic)
     if expected is None and problem is None:
-        raise InputTypeError("one of expected and problem", "be given", "neither")
+        raise InputTypeError("one of expected and problem", "be passed", "neither")
     if expected is not None and problem is not None:
-        raise InputTypeError("one of expected and problem", "be given", "both")
+        raise InputTypeError("one of expected and problem", "be passed", "both")
     if problem is not None:
         if same_precision is not None or dtype is not None:
             raise InputTypeError(

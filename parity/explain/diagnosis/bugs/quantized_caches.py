@@ -30,7 +30,7 @@ NAMES = {
 OTHER = {"keys": "values", "values": "keys"}
 
 GROUPS = {
-    "tensor": "all numbers",
+    "tensor": "all values",
     "head": "each head",
     "channel": "each feature of each head",
     "token": "each token",

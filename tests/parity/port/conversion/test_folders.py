@@ -744,7 +744,7 @@ def test_quantized_safetensors_raise(llama, capsys, tmp_path, name):
         for i in (0, 1)
         for each in "qkvo"
     }
-    folder = with_tensors(llama, tmp_path / "quantised", more)
+    folder = with_tensors(llama, tmp_path / "quantized", more)
     for command in (
         ("convert", folder, tmp_path / "c.npz", "--to", "canonical"),
         ("run", "--model", folder),

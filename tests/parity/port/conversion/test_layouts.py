@@ -132,7 +132,7 @@ def example(layout):
         qkv_bias="no biases" not in rules,
         out_bias=not rules & {"no biases", "no out bias"},
         out_proj="no out_proj" not in rules,
-        scale=1.0 if "scale given" in rules else None,
+        scale=1.0 if "scale set" in rules else None,
     )
 
 
@@ -405,7 +405,7 @@ def features(x):
 GROUPS, OUT, NO_OUT, WIDTHS, SQUARE = "no groups", "out_proj", "no out_proj", "one width", "square"
 BIASES, ALL_BIASES, OUT_BIAS = "biases or none", "biases", "out bias"
 NO_BIASES, NO_OUT_BIAS = "no biases", "no out bias"
-VALUES, SCALE, EVEN, FACTORS = "one head_dim", "scale given", "even", "factors of widths"
+VALUES, SCALE, EVEN, FACTORS = "one head_dim", "scale set", "even", "factors of widths"
 HALVES, HALVES_OF_WHOLE = "whole halves: interleaved", "whole halves: a part"
 NORMS, NORMS_1W, NO_LAYER_NORMS = "rms norms, w: 1+w", "rms norms, 1+w: w", "rms norms, w: layer"
 NOT_HELD = {
