@@ -265,7 +265,7 @@ def single_key():
     return problem(lengths=(NUM_QUERIES, 1))
 
 
-def assert_single_key_is_seen(found, arrays):
+def assert_single_key_is_visible(found, arrays):
     """Check that the context is the value, and that gradients of scores, differences of equal sums,
     are near 0.
     """
@@ -576,7 +576,7 @@ def test_block_of_one_key_returns_its_value():
     """With one key, the context is its value exactly, and gradients of scores are 0 within
     rounding.
     """
-    assert_single_key_is_seen(in_blocks(single_key()), single_key())
+    assert_single_key_is_visible(in_blocks(single_key()), single_key())
 
 
 @sample(name=["queries-beyond-keys"])
@@ -1302,7 +1302,7 @@ def test_torch_one_key_returns_its_value():
     """With one key, the context is its value exactly, and gradients of scores are 0 within
     rounding.
     """
-    assert_single_key_is_seen(results(mha_torch, torch_fused, single_key()), single_key())
+    assert_single_key_is_visible(results(mha_torch, torch_fused, single_key()), single_key())
 
 
 @sample(where=lambda name: name in IN_MAKE_TEST)

@@ -175,7 +175,7 @@ def test_tiled_key_heads_are_reordered():
     assert "k_proj.weight" not in layer.rows
 
 
-def test_evidence_of_scores_is_seen():
+def test_evidence_of_scores_is_observed():
     """The soft cap counts as seen, and the scale was found as a factor of the scores."""
     (layer,) = identified(Decoder(EinsumAttention), tokens_of())
     how = {each.field: each for each in layer.evidence}

@@ -148,8 +148,8 @@ def test_evidence_names_its_observations():
     assert "verified with 13 and 24 tokens at positions 0 to 23 and 20000 to 20034" in str(first)
 
 
-def test_window_beyond_input_is_not_seen():
-    """A window of 100, longer than the input, is marked as not seen in both layers."""
+def test_window_beyond_input_is_unobserved():
+    """A window of 100, longer than the input, is marked as not observed in both layers."""
     model = small_model("mistral", sliding_window=100)
     found = identify(model, inputs_of("mistral"))
     assert len(found) == 2
@@ -157,7 +157,7 @@ def test_window_beyond_input_is_not_seen():
         assert layer.spec is not None
         (window,) = (each for each in layer.evidence if each.field == "window_size")
         assert not window.is_observed
-        assert str(window).endswith("not seen")
+        assert str(window).endswith("not observed")
 
 
 def test_packed_projections_are_found():
