@@ -350,7 +350,9 @@ def _paged_update_cache(
     for sequence, slot in enumerate(slots):
         if slot < 0:
             continue
-        page, slot_of_page = _page_and_slot("paged_update_cache", cache, page_table, sequence, int(slot))
+        page, slot_of_page = _page_and_slot(
+            "paged_update_cache", cache, page_table, sequence, int(slot)
+        )
         # A sequence that is skipped in the table has page -1.
         if page >= 0:
             cache[page, :, slot_of_page] = tokens[0, sequence, : cache.shape[1]]

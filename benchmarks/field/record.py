@@ -152,7 +152,9 @@ def record_maxtext(folder: str) -> Tapped:
     model = from_config(config, rngs=nnx.Rngs(0))
     tensors, _ = load_tensors(Path(folder) / "model.safetensors")
     names = param_mapping.PARAM_MAPPING[name](config_values, config, scan_layers=False)
-    hooks = param_mapping.HOOK_FNS[name](config_values, config, scan_layers=False, saving_to_hf=False)
+    hooks = param_mapping.HOOK_FNS[name](
+        config_values, config, scan_layers=False, saving_to_hf=False
+    )
     filled = []
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         key = "-".join(("params", *path))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from parity.measure.backends import BACKENDS
 from parity.use.cli.cases import chosen_cases, num_runs
 from parity.use.cli.command import OneOf, Options, Result, argument, command, option
-from parity.use.cli.messages import no_framework, input_error
+from parity.use.cli.messages import input_error, no_framework
 from parity.use.cli.options import backend_options, cases_option, check_names
 from parity.use.cli.reports import skip_option
 
@@ -79,6 +79,8 @@ def _make_devices(count: int, needed: int, mesh: str, backends: Sequence[str]) -
         raise input_error(flag, f"be at most {MOST_VIRTUAL}", {flag: count})
     on_cpu = [name for name in backends if can_make_devices(name)]
     if not on_cpu:
-        raise input_error(flag, "be passed with a backend on this CPU", f"{', '.join(backends)} alone")
+        raise input_error(
+            flag, "be passed with a backend on this CPU", f"{', '.join(backends)} alone"
+        )
     for name in on_cpu:
         load_mesh_backend(name).make_devices(count)

@@ -396,7 +396,9 @@ LIKE_LLAMA = {
         {**WIDE, **MOE, "attention_bias": False, "rope_parameters": HALF_SECTIONS},
         "positions",
     ),
-    "glm_image_text": Model("glm_image_text", {**WIDE, "rope_parameters": HALF_SECTIONS}, "positions"),
+    "glm_image_text": Model(
+        "glm_image_text", {**WIDE, "rope_parameters": HALF_SECTIONS}, "positions"
+    ),
     "modernbert-decoder": Model(
         "modernbert-decoder", {"num_hidden_layers": 4, "local_attention": 6, "attention_bias": True}
     ),

@@ -102,7 +102,9 @@ def told(name: str, change: Callable[..., object]) -> Callable[..., None]:
     return inject
 
 
-def at(change_positions: Callable[[Tensor], Tensor], theta: float | None = None) -> Callable[..., None]:
+def at(
+    change_positions: Callable[[Tensor], Tensor], theta: float | None = None
+) -> Callable[..., None]:
     """Compute cosines and sines for other positions, or with a different theta."""
 
     def change(given, module, position_ids, **_):

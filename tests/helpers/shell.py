@@ -31,7 +31,9 @@ def environment(pytest_options: str = PYTEST_OPTIONS) -> dict[str, str]:
     """Return the environment of a user's shell: the project's commands, no colors, nothing of the
     running pytest.
     """
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     paths = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}",
         "PYTHONPATH": str(ROOT),

@@ -40,7 +40,9 @@ def once(pairs, *richest):
         pairs, key=lambda pair: richest.index(pair[0]) if pair[0] in richest else len(richest)
     )
     richest_by_name = {name: (case, name) for case, name in reversed(richest_first) if name}
-    return [(case, name) for case, name in pairs if not name or richest_by_name[name] == (case, name)]
+    return [
+        (case, name) for case, name in pairs if not name or richest_by_name[name] == (case, name)
+    ]
 
 
 # On torch, each bug is injected in its richest case, lost precision in trained (wide) layers.

@@ -17,7 +17,7 @@ from helpers import ROOT
 from wild.accepted import ACCEPTED
 from wild.audit import is_right, measured
 from wild.how import How
-from wild.rates import Job, first_said, is_caught, is_clean, is_located, jobs, verdict_on, grade_of
+from wild.rates import Job, first_said, grade_of, is_caught, is_clean, is_located, jobs, verdict_on
 from wild.records import STYLES, Right, half, port_of
 from wild.sets import BUGS, CASES, RIGHTS
 

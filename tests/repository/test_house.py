@@ -107,7 +107,19 @@ def is_private(name: str) -> bool:
 
 
 VAGUE = {
-    *("found", "held", "told", "said", "unsaid", "beside", "asked", "lent", "seen", "given", "kept"),
+    *(
+        "found",
+        "held",
+        "told",
+        "said",
+        "unsaid",
+        "beside",
+        "asked",
+        "lent",
+        "seen",
+        "given",
+        "kept",
+    ),
     *("judge", "judged", "law", "laws", "place", "places", "refusal", "refused"),
 }
 """Names that say where a value comes from, or nothing, but not what it is; and words of dialect."""

@@ -359,6 +359,7 @@ def test_code_is_not_prose():
     assert spelling.findall(read["messages"]) == ["licence"]
     assert not spelling.search(prose("```\na licence\n```\n`licence` [a](licence.md)"))
 
+
 def test_code_cells_are_read():
     """Comments, docstrings and messages in the Python of a page are read, and its labels; blocks
     of output are not.
@@ -377,4 +378,3 @@ def test_labels_are_short_strings():
     assert labels(source).splitlines() == ["law", "as seen", "Kept"]
     assert len(short_idioms_in({"m.py": labels(source)})) == 3
     assert not short_idioms_in({"m.py": "placement\nlawful\nunchanged"})
-

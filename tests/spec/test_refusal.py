@@ -100,9 +100,12 @@ def test_long_part_loses_its_middle(field):
     the message has at most MAX_LENGTH characters.
     """
     long = "<" + "x" * 300_000 + ">"
-    parts = {"argument": "the argument", "rule": "be short", "where": "location", "hint": "advice"} | {
-        field: long
-    }
+    parts = {
+        "argument": "the argument",
+        "rule": "be short",
+        "where": "location",
+        "hint": "advice",
+    } | {field: long}
     got = {"got": {"value": parts.get("got", 7)}, "text": parts.get("text", "")}[
         "text" if field == "text" else "got"
     ]

@@ -109,8 +109,14 @@ def test_recording_round_trips_through_file(tmp_path, recorded_program):
     made = replace(recorded_program, made_on="a simulated board")
     made.save(tmp_path / "a.npz")
     found = Recording.load(tmp_path / "a.npz")
-    assert (found.lines, found.sums, found.made_on) == (recorded_program.lines, recorded_program.sums, "a simulated board")
-    assert all(np.array_equal(a, b) for a, b in zip(found.arrays, recorded_program.arrays, strict=True))
+    assert (found.lines, found.sums, found.made_on) == (
+        recorded_program.lines,
+        recorded_program.sums,
+        "a simulated board",
+    )
+    assert all(
+        np.array_equal(a, b) for a, b in zip(found.arrays, recorded_program.arrays, strict=True)
+    )
 
 
 def test_recording_on_mock_board_raises(device):

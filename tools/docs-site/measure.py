@@ -56,7 +56,7 @@ def of_selftest(found: dict) -> dict:
 
 def of_diagnosis_rates(verdicts: list) -> dict:
     """The counts of each half."""
-    from wild.rates import GRADES, is_caught, is_clean, is_located, grade_of
+    from wild.rates import GRADES, grade_of, is_caught, is_clean, is_located
 
     halves = {}
     for half in ("known", "held-out"):
@@ -109,7 +109,11 @@ def main() -> None:
                 sys.exit(status or 1)
         found = json.loads(results.read_text("utf-8"))
     packages = {name: metadata.version(name).partition("+")[0] for name in PACKAGES[given.name]}
-    summary = {"command": COMMANDS[given.name], "packages": packages, **SUMMARIES[given.name](found)}
+    summary = {
+        "command": COMMANDS[given.name],
+        "packages": packages,
+        **SUMMARIES[given.name](found),
+    }
     path = ROOT / "docs" / "data" / f"{given.name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", "utf-8")

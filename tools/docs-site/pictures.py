@@ -306,7 +306,9 @@ def simulated_blackhole() -> NotebookFigure:
     scatter = np.random.default_rng(0).uniform(-0.25, 0.25, (2, len(cases)))
     for row, (dtype, offsets) in enumerate(zip(("bfloat16", "float32"), scatter, strict=True)):
         shares = {name: each[dtype] for name, each in cases.items() if dtype in each}
-        shares_drawn = np.array([NOT_FINITE if share is None else share for share in shares.values()])
+        shares_drawn = np.array(
+            [NOT_FINITE if share is None else share for share in shares.values()]
+        )
         heights = row + offsets[: len(shares_drawn)]
         axes.scatter(shares_drawn, heights, s=14, color=np.where(shares_drawn > 1, WRONG, RIGHT))
         worst = int(shares_drawn.argmax())

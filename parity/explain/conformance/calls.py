@@ -81,8 +81,8 @@ def run(
         options: the mask and other arguments, see `Call`.
 
     Raises:
-        RejectedCall: if the subject raises a deliberate error, see `REJECTIONS`, or one of its library's
-            own errors.
+        RejectedCall: if the subject raises a deliberate error, see `REJECTIONS`, or one of its
+            library's own errors.
         Failed: if it raises any other error, or does not return floating-point numbers with one row
             per query.
     """

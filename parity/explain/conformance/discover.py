@@ -42,7 +42,7 @@ from parity.explain.conformance.subjects import (
     Subject,
 )
 from parity.explain.conformance.user_calls import UserAttention
-from parity.measure.core.user_code import name_of, line_of, user_code
+from parity.measure.core.user_code import line_of, name_of, user_code
 from parity.measure.text import did_you_mean, some_of
 
 OF_LIBRARY = {**{name: name for name in FRAMEWORKS}, "jaxlib": "jax"}

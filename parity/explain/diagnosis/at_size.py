@@ -156,7 +156,9 @@ def diagnosed_by_samples(whole: Whole, diagnose_part: DiagnosePart, seconds: flo
         if whole.stages_of_tokens:
             # The other samples may use the work that these leave.
             share = 0.5 if whole.other_stages else 1.0
-            of_tokens = _Search(TokenSamples(whole), diagnose_part, Work(share * work.left)).diagnosis()
+            of_tokens = _Search(
+                TokenSamples(whole), diagnose_part, Work(share * work.left)
+            ).diagnosis()
             diagnoses.append(of_tokens)
             of_rows = whole.other_stages
             if of_tokens.leftover:
@@ -251,7 +253,9 @@ class _Search:
         show.
         """
         for part in self.samples.parts():
-            diagnosis = self.diagnosis_of(part, Scope(part.compared_stages, is_quick=True), SEARCHES)
+            diagnosis = self.diagnosis_of(
+                part, Scope(part.compared_stages, is_quick=True), SEARCHES
+            )
             if not diagnosis.is_wrong:
                 self.agreed = diagnosis
                 continue
@@ -285,7 +289,9 @@ class _Search:
         contradicting: list[str] = []
         agreeing: list[str] = []
         for other in self.samples.confirming():
-            again = self.diagnosis_of(other, Scope(other.compared_stages, names, is_quick=True), CONFIRMS)
+            again = self.diagnosis_of(
+                other, Scope(other.compared_stages, names, is_quick=True), CONFIRMS
+            )
             if again.untried:
                 return self._merged(diagnosis, diagnosis, UNCONFIRMED)
             if not again.is_wrong:
@@ -327,7 +333,9 @@ class _Search:
         try:
             with self.work.counted(), self.work.inside("bugs that mix rows"):
                 for part, names in self.samples.mixing():
-                    diagnosis = self.diagnosis_of(part, Scope(part.compared_stages, names, is_quick=True))
+                    diagnosis = self.diagnosis_of(
+                        part, Scope(part.compared_stages, names, is_quick=True)
+                    )
                     if diagnosis.known and not diagnosis.leftover:
                         return replace(diagnosis, sample=part.words)
                     if not diagnosis.untried:

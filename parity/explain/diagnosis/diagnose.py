@@ -211,7 +211,9 @@ def _diagnosed_forward(
             stages, reference, arithmetic, known, diagnose_part, seconds
         )
     else:
-        diagnosis, compared = _diagnosed_at_size(stages, reference, arithmetic, diagnose_part, seconds)
+        diagnosis, compared = _diagnosed_at_size(
+            stages, reference, arithmetic, diagnose_part, seconds
+        )
     return _measured_as_a_whole(diagnosis, compared)
 
 

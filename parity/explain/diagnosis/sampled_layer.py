@@ -156,6 +156,8 @@ def _among_all_tokens(values: Values, rows: np.ndarray, seq_len: int) -> dict[st
     for name, axis in (("context", 2), ("gate", 1)):
         if name in values:
             x = values[name]
-            of_all_tokens[name] = np.zeros((*x.shape[:axis], seq_len, *x.shape[axis + 1 :]), x.dtype)
+            of_all_tokens[name] = np.zeros(
+                (*x.shape[:axis], seq_len, *x.shape[axis + 1 :]), x.dtype
+            )
             of_all_tokens[name][(slice(None),) * axis + (rows,)] = x
     return of_all_tokens

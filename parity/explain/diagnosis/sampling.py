@@ -217,7 +217,9 @@ class Whole:
         words = f"{len(rows)} of {self.problem.case.seq_len} query tokens"
         return Part(part, self._cut(part), self.remembered, words, compared_stages)
 
-    def of_first_tokens(self, tokens: int, turn: int, compared_stages: frozenset[str] | None) -> Part:
+    def of_first_tokens(
+        self, tokens: int, turn: int, compared_stages: frozenset[str] | None
+    ) -> Part:
         """Return the first tokens of a causal layer, which are a small layer by themselves."""
         problem, case, first = self.problem, self.problem.case, slice(tokens)
         inputs = {}
@@ -235,7 +237,9 @@ class Whole:
             case.first_tokens(tokens), problem.dtype, problem.weights, inputs, sample
         )
         words = f"the first {tokens} of {case.seq_len} tokens"
-        return Part(part, self._cut(part), Remembered(self.remembered, first), words, compared_stages)
+        return Part(
+            part, self._cut(part), Remembered(self.remembered, first), words, compared_stages
+        )
 
     def complete(self, compared_stages: frozenset[str] | None) -> Part | None:
         """Return the first tokens as a small problem, with every row and feature; None if the layer

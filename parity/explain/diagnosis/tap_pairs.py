@@ -132,9 +132,7 @@ class TapDifference(JsonRecord):
                 f"its input is {first.errors['input']:.1e} apart"
             )
         elif not self.differs_before:
-            lines.append(
-                f"none of the {len(self.layers)} layers increases the difference"
-            )
+            lines.append(f"none of the {len(self.layers)} layers increases the difference")
         return "\n".join(lines)
 
 

@@ -33,8 +33,8 @@ from parity.measure.core.compare import (
     SAME_PRECISION,
     Deviation,
     budget,
-    is_close,
     deviation_of,
+    is_close,
     norms_of,
     size_of,
     unit_of_rounding,
@@ -633,7 +633,9 @@ class Trial:
             self._deviations[key] = self._compute_deviation(*key)
         return self._deviations[key]
 
-    def _compute_deviation(self, stage: str, edits: Edits, quick: bool, arithmetic: str) -> Deviation:
+    def _compute_deviation(
+        self, stage: str, edits: Edits, quick: bool, arithmetic: str
+    ) -> Deviation:
         expected = self.stage(stage, edits)
         if self.observed[stage].shape != expected.shape:
             return NOT_MEASURED
@@ -699,7 +701,10 @@ class Trial:
             return False
         spend_on(expected)
         actual, expected = _compared_cells(actual, expected, unused, stage)
-        return deviation_of(actual, expected, self.allowed(stage, edits, form=form), stage).ratio <= 1.0
+        return (
+            deviation_of(actual, expected, self.allowed(stage, edits, form=form), stage).ratio
+            <= 1.0
+        )
 
     def allowed(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from parity.explain.diagnosis.fits import Description, location_of
-from parity.measure.core.compare import FACTOR, Comparison, Label, floor, dtype_of_stage
+from parity.measure.core.compare import FACTOR, Comparison, Label, dtype_of_stage, floor
 from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference
 from parity.measure.core.unused import unused_cells

@@ -80,7 +80,9 @@ def fit_rotation(before: np.ndarray, after: np.ndarray, positions: np.ndarray) -
     return Rotation(frequencies, begin, amplitude)
 
 
-def _remaining_slope(cross: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+def _remaining_slope(
+    cross: np.ndarray, positions: np.ndarray, frequencies: np.ndarray
+) -> np.ndarray:
     """Return how much the angles that frequencies leave grow with each position, a number for each
     pair.
 

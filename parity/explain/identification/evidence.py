@@ -25,8 +25,8 @@ class Evidence:
         value: its value.
         how: how it was found.
         up_to: number of tokens up to which it was observed; None if it does not depend on that.
-        is_observed: False if it was read from an attribute or a configuration, because the input was
-            too short to show it.
+        is_observed: False if it was read from an attribute or a configuration, because the input
+            was too short to show it.
     """
 
     field: str

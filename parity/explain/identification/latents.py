@@ -119,7 +119,9 @@ def fit_latents(layer: ObservedLayer, fitted: FittedLayer, q: Traced, k: Traced,
     if order is not None:
         _use_interleaved_pairs(fitted)
         k_rotated = k_rotated[order]
-        q_indices = np.concatenate([q_indices[:, :own_dim], q_indices[:, own_dim:][:, order]], axis=1)
+        q_indices = np.concatenate(
+            [q_indices[:, :own_dim], q_indices[:, own_dim:][:, order]], axis=1
+        )
 
     own_keys = k.of_head(slice(0, own_dim)).indices_by_head
     kv_indices = np.concatenate([own_keys, v.indices.reshape(num_heads, -1)], axis=1)

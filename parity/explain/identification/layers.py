@@ -167,7 +167,9 @@ def _live_layer(identified: Identification, tapped: Tapped, model: Any) -> LiveL
     """
     ruled, no_rules_reason = _find_ruled(model, identified.name)
     if ruled is None:
-        live = LiveLayer(identified.name, no_rules_reason=no_rules_reason, identification=identified)
+        live = LiveLayer(
+            identified.name, no_rules_reason=no_rules_reason, identification=identified
+        )
         if identified.spec is None:
             reason = f"{identified.reason}; and no rules, {no_rules_reason}"
             return replace(live, reason=reason)

@@ -73,7 +73,9 @@ class VectorProducts:
     num_buckets: int
     per_head: bool
 
-    def rows_at_own_position(self, added: np.ndarray, hidden: np.ndarray, allowed: float) -> list[int]:
+    def rows_at_own_position(
+        self, added: np.ndarray, hidden: np.ndarray, allowed: float
+    ) -> list[int]:
         """Return the rows whose products are added to the scores of each query and the key at its
         position.
         """

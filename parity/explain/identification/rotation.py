@@ -153,7 +153,9 @@ def _turns_by_position(
     if factors is None:
         return None
     positions = np.arange(len(factors), dtype=np.float64)
-    rotation = fit_rotation(complex_pairs(before, rope), complex_pairs(after, rope), positions[None])
+    rotation = fit_rotation(
+        complex_pairs(before, rope), complex_pairs(after, rope), positions[None]
+    )
     if rotation is None:
         return None
     amplitudes = np.abs(factors)

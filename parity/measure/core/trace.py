@@ -16,9 +16,9 @@ from parity.measure.core.compare import (
     Comparison,
     Label,
     compare,
+    dtype_of_stage,
     failure,
     is_close,
-    dtype_of_stage,
     unit_of_rounding,
 )
 from parity.measure.core.problem import Problem

@@ -287,7 +287,9 @@ def _unknown_layout(file: TensorFile, model: ModelHints, argument: str) -> Input
     if not fitting:
         # Packages are imported for their layouts only if no other fits.
         for layout in register_packages():
-            fitting += [LayerLocation(prefix, layout) for prefix in fitting_prefixes(shapes, layout)]
+            fitting += [
+                LayerLocation(prefix, layout) for prefix in fitting_prefixes(shapes, layout)
+            ]
     remedy: list[dict[str, Any]] = []
     packings: dict[str, str] = {}
     for prefix, layout in fitting:

@@ -567,7 +567,9 @@ class Plan:
             dropped=dropped,
             heads_from=first.hints.from_model,
             left_out=list(self.source.file.ignored),
-            unconverted=fitting_prefixes({name: infos[name].shape for name in copied}, first.layout),
+            unconverted=fitting_prefixes(
+                {name: infos[name].shape for name in copied}, first.layout
+            ),
             optimizer_state=optimizer_state,
             ignored_settings=[key_in_words(name, value) for name, value in unread.items()],
             missing=self.hints.missing(labels, infos),

@@ -145,7 +145,9 @@ def _matches(
             )
             continue
         if num_heads is not None and num_heads != spec.num_heads:
-            reasons_against.append(f"{num_heads} heads where layer {layer.index} has {spec.num_heads}")
+            reasons_against.append(
+                f"{num_heads} heads where layer {layer.index} has {spec.num_heads}"
+            )
             continue
         try:
             matches[spec] = layer, _canonical(tensors, layer)

@@ -107,8 +107,8 @@ class TappedLayer:
             the ones of its operations; None if unknown.
         cache: the class of transformers whose quantized cache it has, such as `Fp8QuantizedLayer`;
             empty for other caches.
-        not_observed: why neither an attention function nor attention operations were observed; empty
-            if they were.
+        not_observed: why neither an attention function nor attention operations were observed;
+            empty if they were.
         calls: its calls, in order.
     """
 

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from parity.use.cli.messages import names_like, input_error
+from parity.use.cli.messages import input_error, names_like
 
 if TYPE_CHECKING:
     from parity.measure.core.case import Case

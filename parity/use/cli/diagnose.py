@@ -343,7 +343,7 @@ def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
     """Return the diagnosis of one trace, or of the one of two whose first wrong stage comes
     first.
     """
-    from parity.explain.diagnosis.traces import diagnose_worst, distances, compare_together
+    from parity.explain.diagnosis.traces import compare_together, diagnose_worst, distances
     from parity.measure.core.compare import first_difference
     from parity.use.reporting.console import working
     from parity.use.reporting.diagnosis import print_divergence

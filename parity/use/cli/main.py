@@ -28,10 +28,10 @@ from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.use.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.use.cli.command import Command, OneOf, Options, help_option_of
 from parity.use.cli.messages import (
+    input_error,
     is_writable,
     print_out,
     print_traceback,
-    input_error,
     say,
     say_error,
     warn,

@@ -14,7 +14,7 @@ import click
 from parity.measure.backends import BACKENDS
 from parity.measure.text import did_you_mean, some_of
 from parity.use.cli.command import OneOf, Options, option, together
-from parity.use.cli.messages import add_hint, names_like, input_error
+from parity.use.cli.messages import add_hint, input_error, names_like
 
 if TYPE_CHECKING:
     from mha_spec import InputError

@@ -218,7 +218,9 @@ def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
             sizes = f"{key.shape[0]} and {batch}"
             raise input_error("--key-input", "have as many sequences as --input", sizes)
     if right.received:
-        raise input_error("--input", "be left out for a layer that shares keys and values of another")
+        raise input_error(
+            "--input", "be left out for a layer that shares keys and values of another"
+        )
     case = replace(case, batch=batch, seq_len=num_tokens, seq_len_k=num_keys)
     if case.is_cached:
         case = replace(case, capacity=num_tokens)

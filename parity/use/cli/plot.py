@@ -125,7 +125,9 @@ def _attention(options: Options) -> tuple[str, Any]:
             raise input_error(", ".join(needless), "be left out for a trace", str(options.source))
         return attention_in(load_trace(options.source), options.stage)
     if options.stage is not None:
-        raise input_error("--stage", "be left out for a file of weights", {"--stage": options.stage})
+        raise input_error(
+            "--stage", "be left out for a file of weights", {"--stage": options.stage}
+        )
     if options.input is None:
         needless = _passed(of_input)
         if needless:

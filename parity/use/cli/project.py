@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from parity.use.cli.command import name_of
-from parity.use.cli.messages import names_like, input_error
+from parity.use.cli.messages import input_error, names_like
 
 NAME = "pyproject.toml"
 

@@ -15,8 +15,8 @@ from parity.use.cli.messages import (
     add_hint,
     check_exclusive,
     contradiction,
-    no_framework,
     input_error,
+    no_framework,
     requires,
 )
 from parity.use.cli.options import (

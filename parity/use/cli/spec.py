@@ -80,7 +80,9 @@ def _observe_model(options: Options) -> Result:
     values = result if isinstance(result, tuple) else (result,)
     if len(values) != 2 or not isinstance(values[1], Mapping):
         got = ", ".join(type(value).__name__ for value in values)
-        raise input_error("--live", "be a function that returns a model and its inputs by name", got)
+        raise input_error(
+            "--live", "be a function that returns a model and its inputs by name", got
+        )
     model, inputs = values
     with working("observing the layers of the model"):
         layers = layers_of(model, inputs)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parity.measure.text import printable
 from parity.use.cli.command import OneOf, Options, Result, argument, command, option
 from parity.use.cli.layers import layer_options, weight_options
-from parity.use.cli.messages import contradiction, print_out, input_error, requires
+from parity.use.cli.messages import contradiction, input_error, print_out, requires
 from parity.use.cli.options import FrameworkName, from_option
 
 if TYPE_CHECKING:

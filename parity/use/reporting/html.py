@@ -388,7 +388,9 @@ def _galleries(
     for backend in backends:
         if (case, dtype, backend) in maps:
             of_case.append((backend, maps[case, dtype, backend]))
-    of_same_heads = grouped(of_case, lambda entry: (entry[1].stage, entry[1].sequence, entry[1].heads))
+    of_same_heads = grouped(
+        of_case, lambda entry: (entry[1].stage, entry[1].sequence, entry[1].heads)
+    )
     for (stage, sequence, heads), entries in sorted(of_same_heads.items()):
         _, first = entries[0]
         rows = [("reference", "", _images(first, "expected"))]

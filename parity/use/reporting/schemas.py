@@ -255,7 +255,9 @@ class FindingRecord(FirstFinding):
     error: Annotated[Number, "error with the bugs in the reference"]
     ratio: Annotated[Number, "that error / budget"]
     others: Annotated[list[str], "other explanations that the stages cannot distinguish"]
-    description: Annotated[DescribedError | None, "location, patterns and signs; null for a known bug"]
+    description: Annotated[
+        DescribedError | None, "location, patterns and signs; null for a known bug"
+    ]
     nearest: Annotated[list[list[Any]], "bugs that reduce the error most, and the error left"]
     num_tried: Annotated[int, "number of known bugs that were tried on an unexplained stage"]
 

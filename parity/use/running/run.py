@@ -96,7 +96,9 @@ def run_cases(
     about["received"] = received or {}
     plan = _plan_of(cases, backends, dtypes, are_joined=bool(join), jobs=jobs, **about)
     with on_device(device), _sources(plan, join, jobs) as (joined, attempts):
-        compared_traces = _compare_all(_record_all(plan, joined, attempts, traces, on_case), on_compared)
+        compared_traces = _compare_all(
+            _record_all(plan, joined, attempts, traces, on_case), on_compared
+        )
     pythons = {
         source.folder.name: source.python for source in join if isinstance(source, Elsewhere)
     }
@@ -354,7 +356,9 @@ class _ComparedTrace:
         return self.trace.problem.case.name, self.trace.problem.dtype, self.trace.title
 
 
-def _compare_all(traces: Iterable[tuple[Trace, Reference]], on_compared: OnCompared) -> list[_ComparedTrace]:
+def _compare_all(
+    traces: Iterable[tuple[Trace, Reference]], on_compared: OnCompared
+) -> list[_ComparedTrace]:
     """Compare each trace with its reference, and diagnose the first that differ."""
     compared_traces: list[_ComparedTrace] = []
     num_diagnosed = 0
@@ -376,7 +380,9 @@ def _compare_all(traces: Iterable[tuple[Trace, Reference]], on_compared: OnCompa
         # All traces of a run would not fit into memory: their arrays are dropped.
         problem = replace(trace.problem, weights={}, inputs={})
         without_arrays = replace(trace, problem=problem, accumulated={}, local={})
-        compared_traces.append(_ComparedTrace(without_arrays, comparisons, diagnosis, lacks_gradients))
+        compared_traces.append(
+            _ComparedTrace(without_arrays, comparisons, diagnosis, lacks_gradients)
+        )
     return compared_traces
 
 
@@ -485,7 +491,9 @@ def _warnings_of_locks(compared_traces: Iterable[_ComparedTrace]) -> Iterator[st
             yield f"{text}: {locks_by_folder}"
 
 
-def _missing(compared_traces: Iterable[_ComparedTrace], joined: Iterable[Trace]) -> list[SkippedCase]:
+def _missing(
+    compared_traces: Iterable[_ComparedTrace], joined: Iterable[Trace]
+) -> list[SkippedCase]:
     """List the traces that a backend lacks though another has them."""
     cases_by_backend: dict[str, set[tuple[str, str]]] = {}
     for trace in joined:

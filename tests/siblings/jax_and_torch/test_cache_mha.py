@@ -668,11 +668,14 @@ def test_cropped_cache_continues_sequences(sibling, lengths, kind):
     assert made.capacity == NUM_TOKENS
     assert sibling.numpy(made.lengths).dtype == np.int32
     first = [
-        tuple(x[:, :length] for x in held) for held, length in zip(expected, lengths_of_sequences, strict=True)
+        tuple(x[:, :length] for x in held)
+        for held, length in zip(expected, lengths_of_sequences, strict=True)
     ]
     assert_holds(sibling, made, first)
     assert_goes_on_as_its_sequences(
-        sibling, made, [each[:length] for each, length in zip(tokens, lengths_of_sequences, strict=True)]
+        sibling,
+        made,
+        [each[:length] for each, length in zip(tokens, lengths_of_sequences, strict=True)],
     )
     for now, then in zip(contents_of(sibling, cache), before, strict=True):
         np.testing.assert_array_equal(now, then, strict=True)

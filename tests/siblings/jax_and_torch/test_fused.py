@@ -1139,7 +1139,10 @@ jitted = jax.jit(lambda module, x, cache, new_lengths: module(x, cache, new_leng
 
 def next_tokens(counts, num_tokens, num_new):
     """Return the tokens of each sequence after the cached ones, and their expected outputs."""
-    rows, positions = np.arange(len(counts))[:, None], np.array(counts)[:, None] + np.arange(num_new)
+    rows, positions = (
+        np.arange(len(counts))[:, None],
+        np.array(counts)[:, None] + np.arange(num_new),
+    )
     expected = {role: x[rows, positions] for role, x in expected_of(num_tokens).items()}
     return tokens(num_tokens)[rows, positions], expected
 

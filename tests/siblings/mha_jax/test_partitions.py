@@ -107,7 +107,11 @@ def test_cache_is_divided_by_batch_and_heads():
         ("data", "heads"),
         ("data",),
     ]
-    assert specs_of_cache(2, batch="data", heads="heads") == [("data", None), ("data", None), ("data",)]
+    assert specs_of_cache(2, batch="data", heads="heads") == [
+        ("data", None),
+        ("data", None),
+        ("data",),
+    ]
     assert specs_of_cache(8, heads="heads") == [(None, "heads"), (None, "heads"), (None,)]
 
 

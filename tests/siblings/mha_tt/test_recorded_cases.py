@@ -38,7 +38,9 @@ def test_recording_is_current_and_accurate(path):
         f"tools/record-tt --cases {name} again: {trace.numerics['not_as_recorded']}"
     )
     assert trace.arithmetic == "tensix"
-    assert not [str(comparison) for comparison in compare_trace(trace, reference) if not comparison.passed]
+    assert not [
+        str(comparison) for comparison in compare_trace(trace, reference) if not comparison.passed
+    ]
 
 
 def test_run_reports_source_of_its_values():

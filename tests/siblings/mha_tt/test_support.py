@@ -23,7 +23,9 @@ print(json.dumps([support.support("tt"), support.recorded("tt")]))
 @pytest.mark.costly("the page's tool runs on a mock board of its own")
 def test_recorded_layer_support_is_current():
     """To update the record, run `.venv-tt/bin/python tools/docs-site/support.py tt`."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")}
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")
+    }
     program = [
         sys.executable,
         "-c",

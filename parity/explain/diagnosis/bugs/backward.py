@@ -14,8 +14,8 @@ import numpy as np
 from mha_spec import Norm
 from parity.explain.diagnosis.bugs.families import (
     BACKWARD,
-    GROUP_SUMS,
     DROPOUT_MASK,
+    GROUP_SUMS,
     LOSS_FACTOR,
     PRECISION,
     STOPPED,

@@ -247,7 +247,7 @@ BACKWARD = BugFamily(
     "compare the kernel's backward pass with automatic differentiation of the formula: the same "
     "mask, scale, blocks and sums as in the forward pass",
 )
-KEPT_DROPOUT = BugFamily(
+DROPOUT_MASK = BugFamily(
     "backward-kernel",
     "apply the forward pass's own dropout in the backward pass: keep its mask or seed, and "
     "multiply by mask / (1 - p) where the forward pass does",

@@ -375,4 +375,6 @@ def reach(case: Case) -> Iterator[Edit]:
             lambda t, s, _: (t - 1) // size != (s - 1) // size,
         ),
     ):
-        yield CHUNK.shown_in("mask")(f"chunk-{name}", about, {"is_in_another_chunk": instead(hides)})
+        yield CHUNK.shown_in("mask")(
+            f"chunk-{name}", about, {"is_in_another_chunk": instead(hides)}
+        )

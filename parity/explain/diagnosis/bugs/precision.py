@@ -119,7 +119,9 @@ def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndar
     lines = np.where(weights > 0.0, np.exp2(whole) * (1.0 + exponent - whole), 0.0)
     total = np.sum(lines, axis=-1, keepdims=True)
     scaled = lines * np.sum(weights, axis=-1, keepdims=True) / np.where(total > 0.0, total, 1.0)
-    return {"attn_weights": np.where(np.isfinite(weights), scaled, weights).astype(attn_weights.dtype)}
+    return {
+        "attn_weights": np.where(np.isfinite(weights), scaled, weights).astype(attn_weights.dtype)
+    }
 
 
 # ---- Rounding ------------------------------------------------------------------------------------
@@ -518,7 +520,9 @@ def _angles_rounded(
         of_pairs = np.broadcast_to(positions, (right.shape[-1], *positions.shape))
     positions_of_pairs = np.moveaxis(of_pairs, 0, -1)[:, None].astype(np.float64)
     # Frequencies may depend on the longest position, so they are taken from the angles themselves.
-    of_tokens = np.divide(right, positions_of_pairs, out=np.zeros(right.shape), where=positions_of_pairs != 0.0)
+    of_tokens = np.divide(
+        right, positions_of_pairs, out=np.zeros(right.shape), where=positions_of_pairs != 0.0
+    )
     of_tokens = of_tokens.astype(np.float32)
     if POWERS in numbers:
         powers = np.divide(

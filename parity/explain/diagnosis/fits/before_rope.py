@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Edit
-from parity.explain.diagnosis.fits.orders import orders, transposes
 from parity.explain.diagnosis.fits.locations import find_location, wrong_elements
+from parity.explain.diagnosis.fits.orders import orders, transposes
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.rotation import positions_families
 from parity.explain.diagnosis.fits.values import factors, offsets, rows_and_features
@@ -128,7 +128,10 @@ def _of_positions(difference: Difference, positions: np.ndarray) -> Edit:
         used, by = positions[0, 0], "tokens are rotated as at the positions"
     elif (positions == positions[:1, :, :1]).all():
         _, heads = noun(difference.letters, 1)
-        used, by = positions[0, :, 0], f"{heads} are rotated by one position each, instead of tokens:"
+        used, by = (
+            positions[0, :, 0],
+            f"{heads} are rotated by one position each, instead of tokens:",
+        )
     else:
         used, by = positions.ravel(), "tokens are rotated by other positions:"
     return difference.pattern(

@@ -12,11 +12,11 @@ from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.fits.before_rope import before_rope
 from parity.explain.diagnosis.fits.cache_scales import cache_scales
 from parity.explain.diagnosis.fits.cache_signs import cache_signs
+from parity.explain.diagnosis.fits.locations import find_location, wrong_elements
 from parity.explain.diagnosis.fits.mixed import dropouts, lost_rows, mixtures
 from parity.explain.diagnosis.fits.numbers import Recompute, spec_numbers
 from parity.explain.diagnosis.fits.orders import orders, other_stages, shifts, transposes
 from parity.explain.diagnosis.fits.parts import parts, parts_of_sample
-from parity.explain.diagnosis.fits.locations import find_location, wrong_elements
 from parity.explain.diagnosis.fits.record import Description, Difference, Location
 from parity.explain.diagnosis.fits.rotation import rotations
 from parity.explain.diagnosis.fits.rounding import rounded, rounding_signs
@@ -28,8 +28,8 @@ from parity.measure.core.compare import (
     NOTHING,
     axis_names,
     budget,
-    errors_of,
     dtype_of_stage,
+    errors_of,
     slope,
     whole_rows,
 )

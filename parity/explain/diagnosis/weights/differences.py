@@ -12,8 +12,14 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.explain.diagnosis.bugs.families import BIAS, FUSED_QKV
-from parity.explain.diagnosis.weights.patterns import Layers, Pair, TensorPattern, pattern_of, of_family
 from parity.explain.diagnosis.weights.packings import LETTERS, PackingError, find_packing_error
+from parity.explain.diagnosis.weights.patterns import (
+    Layers,
+    Pair,
+    TensorPattern,
+    of_family,
+    pattern_of,
+)
 from parity.explain.diagnosis.weights.roles import Role, roles
 from parity.explain.diagnosis.weights.same_function import in_other_words
 from parity.explain.diagnosis.weights.ulps import MOST_ULPS, coarser, is_copy, ulps
@@ -134,14 +140,18 @@ class WeightsComparison(JsonRecord):
         if self.how:
             return self.how
         lines = []
-        for pattern, of_pattern in groupby(self.differences, key=lambda difference: difference.pattern):
+        for pattern, of_pattern in groupby(
+            self.differences, key=lambda difference: difference.pattern
+        ):
             differences = list(of_pattern)
             lines += map(str, differences)
             lines += _pattern_in_words(pattern, differences[0], len(differences))
         return "\n".join(lines)
 
 
-def _pattern_in_words(pattern: TensorPattern | None, first: TensorDifference, count: int) -> list[str]:
+def _pattern_in_words(
+    pattern: TensorPattern | None, first: TensorDifference, count: int
+) -> list[str]:
     """Format a relation as lines below the `count` tensors that it explains."""
     if pattern is None:
         # A bug that changes several tensors may explain them: the diagnosis searches for those.

@@ -81,7 +81,9 @@ class Layers(NamedTuple):
     spec: AttentionSpec
 
 
-def of_family(name: str, words: str, family: BugFamily | None, spec: AttentionSpec) -> TensorPattern:
+def of_family(
+    name: str, words: str, family: BugFamily | None, spec: AttentionSpec
+) -> TensorPattern:
     """Return a relation with the page and fix of a family of bugs, if it is one of them."""
     if family is None:
         return TensorPattern(name, words)

@@ -81,7 +81,10 @@ class Layer:
         return self.project(inputs, problem.case.positions())
 
     def scores(
-        self, values: Values, positions: np.ndarray | None = None, products: np.ndarray | None = None
+        self,
+        values: Values,
+        positions: np.ndarray | None = None,
+        products: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """Return the scores of queries at positions (B or 1, T), default 0, 1, …
 
@@ -92,15 +95,16 @@ class Layer:
         if products is None:
             products = self.products(values)
         scores, bias = self.capped(products), self.score_bias()
-        if positions is None:
-            positions = np.arange(scores.shape[2])[None]
+        query_positions = np.arange(scores.shape[2])[None] if positions is None else positions
         if spec.alibi is not None:
-            penalty = self.lost_by_distance(self.distances(positions, scores.shape[3]))
+            penalty = self.lost_by_distance(self.distances(query_positions, scores.shape[3]))
             scores = keep(scores - keep(penalty))
         if spec.relative_bias is not None:
-            scores = keep(scores + self.gained_by_distance(self.buckets(positions, scores.shape[3])))
+            scores = keep(
+                scores + self.gained_by_distance(self.buckets(query_positions, scores.shape[3]))
+            )
         if spec.relative_products is not None:
-            for distance_products in self.relative_products(values, positions):
+            for distance_products in self.relative_products(values, query_positions):
                 scale = a.wide.type(self.scale_of_distances())
                 scores = keep(scores + keep(keep(distance_products) / scale))
         if bias is not None:

@@ -872,9 +872,7 @@ def test_rule_summarizes_answers_by_path():
 
 def test_findings_compare_by_words_and_kind():
     """Findings are equal if their words and kinds are, whatever values or errors they have."""
-    assert PathAnswer("zeros", Kind.OK, "0.0") == PathAnswer(
-        "zeros", Kind.OK, "-0.0", ValueError()
-    )
+    assert PathAnswer("zeros", Kind.OK, "0.0") == PathAnswer("zeros", Kind.OK, "-0.0", ValueError())
     assert PathAnswer("zeros", Kind.OK) != PathAnswer("zeros", Kind.NOTE)
     assert PathAnswer("zeros") != PathAnswer("NaN")
 

@@ -693,9 +693,9 @@ def test_chance_fit_of_rope_is_left_out():
     observed = observed_in(problem, [frequencies_times(1.0, 0.9, *[1.0] * 6)])
     (unknown,) = diagnose({"q": observed["q"]}, problem).unnamed
     assert [pattern.name for pattern in unknown.description.patterns] == ["rope frequencies"]
-    assert unknown.pattern.fitted["used"][1] / unknown.pattern.fitted["right"][
-        1
-    ] == pytest.approx(0.9, rel=1e-4)
+    assert unknown.pattern.fitted["used"][1] / unknown.pattern.fitted["right"][1] == pytest.approx(
+        0.9, rel=1e-4
+    )
 
 
 @pytest.mark.thorough

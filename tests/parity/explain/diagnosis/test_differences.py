@@ -189,7 +189,11 @@ def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
         assert f"at most {steps} units in the last index apart, in 1 of 1088 elements" in found.how
     else:
         (difference,) = found.differences
-        assert (difference.name, difference.differing, difference.pattern) == ("v_proj.weight", 1, None)
+        assert (difference.name, difference.differing, difference.pattern) == (
+            "v_proj.weight",
+            1,
+            None,
+        )
         assert (difference.rows, difference.columns, difference.heads, difference.num_heads) == (
             1,
             1,
@@ -361,7 +365,9 @@ def test_features_of_odd_heads_are_reordered():
     order = [1, 4, 0, 3, 2, 5, 7, 6, 9, 8, 14, 10, 13, 12, 11]
     other = changed(weights, q_proj__weight=weights["q_proj.weight"][order])
     (difference,) = compare_weights(weights, spec, other, spec).differences
-    assert difference.pattern.words == "the first's, its rows in a different order within their heads"
+    assert (
+        difference.pattern.words == "the first's, its rows in a different order within their heads"
+    )
 
 
 def test_bias_has_the_order_of_its_weight():

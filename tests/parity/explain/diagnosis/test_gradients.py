@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.refusals import refuses
 from helpers.samples import sample
-from wild.rates import Job, verdict_on, grade_of
+from wild.rates import Job, grade_of, verdict_on
 from wild.sets import BUGS, RIGHTS, TRAINING
 
 import parity

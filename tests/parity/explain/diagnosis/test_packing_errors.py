@@ -94,7 +94,9 @@ def test_unknown_packing_order_is_described(dtype):
     """An order that no layout has, [v k q q q q], is described, also after rounding to 16 bits."""
     weights = random_weights(GROUPED)
     other = {name: x.astype(dtype) for name, x in by_group(weights, "vkq").items()}
-    pattern, names = packed_patterns(weights, other, GROUPED) if dtype == "float32" else (None, None)
+    pattern, names = (
+        packed_patterns(weights, other, GROUPED) if dtype == "float32" else (None, None)
+    )
     if pattern is None:
         found = compare_weights(weights, GROUPED, other, GROUPED)
         patterns = {each.name: each.pattern for each in found.differences}
@@ -103,7 +105,8 @@ def test_unknown_packing_order_is_described(dtype):
         names = [name for name, each in patterns.items() if each == pattern]
     assert len(names) == 3
     assert (
-        "packed as [v k q q q q] for each key/value head, were read as [q q q q k v]" in pattern.words
+        "packed as [v k q q q q] for each key/value head, were read as [q q q q k v]"
+        in pattern.words
     )
     first, second = pattern.fix.split("; ")
     order = "[v k q q q q] for each key/value head"
@@ -130,7 +133,10 @@ def test_interleaved_features_are_found():
     rows = np.stack([weights[f"{name}_proj.weight"] for name in "qkv"], axis=1).reshape(3, 32, 32)
     other = weights | {f"{name}_proj.weight": x for name, x in zip("qkv", rows, strict=True)}
     pattern, _ = packed_patterns(weights, other, EIGHT)
-    assert f"packed as [q k v] for each feature of a head, were read as {CONCATENATED}" in pattern.words
+    assert (
+        f"packed as [q k v] for each feature of a head, were read as {CONCATENATED}"
+        in pattern.words
+    )
 
 
 def test_rows_in_no_known_order_are_listed():

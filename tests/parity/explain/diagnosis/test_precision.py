@@ -106,7 +106,9 @@ def test_scores_in_problem_dtype_pass(dtype):
     problem = make_problem(CASES["rope-gqa"], dtype)
     stages = record("torch", Reference(problem)).accumulated
     narrow = {**stages, "scores": stages["scores"].astype(dtype_named(dtype))}
-    stages_of_scores = {name: x for name, x in narrow.items() if name in ("mask", "q", "k", "v", "scores")}
+    stages_of_scores = {
+        name: x for name, x in narrow.items() if name in ("mask", "q", "k", "v", "scores")
+    }
     assert diagnose(stages_of_scores, problem).kind == "none"
 
 

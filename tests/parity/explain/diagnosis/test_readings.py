@@ -26,7 +26,7 @@ from parity.measure.core.problem import make_problem
 from parity.measure.core.stages import run_steps, stage_named
 from parity.measure.core.weights import dtype_named, save_weights
 from parity.use.cli.main import main
-from parity.use.testing.assertion import compare_arrays, compare_and_diagnose, message
+from parity.use.testing.assertion import compare_and_diagnose, compare_arrays, message
 
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
 GQA = Case(
@@ -400,7 +400,8 @@ def test_first_of_two_bugs_is_the_headline():
     assert [each.bugs for each in diagnosis.named] == [(name,) for name in names]
     assert all(math.isfinite(each.ratio) for each in comparisons)
     assert (
-        message(comparisons, diagnosis).splitlines()[0] == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
+        message(comparisons, diagnosis).splitlines()[0]
+        == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
     )
     assert diagnosis.likely_bug == names[0]
 

@@ -6,7 +6,7 @@ The ports are in tests/wild; `make nightly` diagnoses all of them.
 
 import numpy as np
 import pytest
-from wild.rates import Job, verdict_on, grade_of
+from wild.rates import Job, grade_of, verdict_on
 from wild.sets import BUGS
 
 import parity

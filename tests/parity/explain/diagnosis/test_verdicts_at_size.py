@@ -17,7 +17,7 @@ from parity.explain.diagnosis.bugs import bugs_for, edited_layer
 from parity.explain.diagnosis.fits.rotation import as_exponent
 from parity.explain.diagnosis.fits.words import readable_apart
 from parity.explain.diagnosis.sampling import is_large
-from parity.measure.core.compare import first_difference, dtype_of_stage
+from parity.measure.core.compare import dtype_of_stage, first_difference
 from parity.measure.core.trace import Reference
 from parity.use.testing.assertion import compare_arrays
 

@@ -5,7 +5,7 @@ named.
 """
 
 import pytest
-from wild.rates import Job, is_caught, is_clean, verdict_on, grade_of
+from wild.rates import Job, grade_of, is_caught, is_clean, verdict_on
 from wild.recordings import RECORDINGS
 from wild.sets import BUGS
 

@@ -112,7 +112,8 @@ def test_positions_in_patches_are_identified():
     (found,) = identify(WithPositions(lambda scores, x: scores).eval(), {"patches": patches()})
     assert found.spec is not None, found.reason
     (found,) = identify(
-        WithPositions(lambda scores, x: scores + x[:, None, None, :, 0]).eval(), {"patches": patches()}
+        WithPositions(lambda scores, x: scores + x[:, None, None, :, 0]).eval(),
+        {"patches": patches()},
     )
     assert found.spec is None
 

@@ -137,10 +137,16 @@ def test_added_positions_are_reported():
     """
     found = by_name(identify(*detr()))
     with_positions = "hidden_states + position_embeddings"
-    assert found["self_attn"].inputs == {"query": with_positions, "key": with_positions, "value": "hidden_states"}
+    assert found["self_attn"].inputs == {
+        "query": with_positions,
+        "key": with_positions,
+        "value": "hidden_states",
+    }
     others = {"key": "key_value_states + encoder_position_embeddings", "value": "key_value_states"}
     assert found["encoder_attn"].inputs == {"query": with_positions, **others}
-    assert f"query={with_positions}, key={with_positions}, value=hidden_states" in str(found["self_attn"])
+    assert f"query={with_positions}, key={with_positions}, value=hidden_states" in str(
+        found["self_attn"]
+    )
     assert found["self_attn"].output == "the output of o_proj"
     assert found["self_attn"].to_dict()["inputs"]["value"] == "hidden_states"
 

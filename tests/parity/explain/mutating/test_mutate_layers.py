@@ -92,7 +92,8 @@ def rows(order, num_kv_heads):
         )
     by_group = np.arange((HEADS + 2 * num_kv_heads) * SIZE).reshape(num_kv_heads, group + 2, SIZE)
     return [
-        each.reshape(-1) for each in (by_group[:, :group], by_group[:, group], by_group[:, group + 1])
+        each.reshape(-1)
+        for each in (by_group[:, :group], by_group[:, group], by_group[:, group + 1])
     ]
 
 
@@ -170,8 +171,7 @@ def test_unknown_packing_order_raises():
     apart, x = layer_and_input()
     packed = Packed(apart, "one after the other").double()
     packed.rows = [
-        np.roll(rows, 5)
-        for rows in np.split(np.random.default_rng(0).permutation(3 * WIDTH), 3)
+        np.roll(rows, 5) for rows in np.split(np.random.default_rng(0).permutation(3 * WIDTH), 3)
     ]
     with pytest.raises(
         Unfit,

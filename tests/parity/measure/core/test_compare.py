@@ -21,9 +21,9 @@ from parity.measure.core.compare import (
     FACTOR,
     Label,
     budget,
+    dtype_of_stage,
     factor,
     first_difference,
-    dtype_of_stage,
     slope,
 )
 from parity.measure.core.trace import Reference, Trace, compare_trace, nudged

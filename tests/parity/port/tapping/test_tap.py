@@ -942,7 +942,9 @@ def test_bert_layers_end_at_the_context():
     }
     verdict = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights)
     assert verdict.passed, str(verdict)
-    compared_stages = {comparison.stage for layer in verdict.layers for comparison in layer.comparisons}
+    compared_stages = {
+        comparison.stage for layer in verdict.layers for comparison in layer.comparisons
+    }
     assert compared_stages == {"mask", "q", "k", "v", "attn_weights", "context"}
     weights[1] = {**weights[1], "v_proj.weight": weights[1]["v_proj.weight"].T.copy()}
     first = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights).first

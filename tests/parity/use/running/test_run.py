@@ -336,7 +336,9 @@ def test_missing_blocks_stage_is_a_failure():
     expected = Reference(make_problem(CASES["full"], "float32"))
     trace = record("jax", expected)
     del trace.accumulated["blocks.output"]
-    (failed,) = (comparison for comparison in compare_trace(trace, expected) if not comparison.passed)
+    (failed,) = (
+        comparison for comparison in compare_trace(trace, expected) if not comparison.passed
+    )
     assert (failed.stage, failed.reason) == ("blocks.output", "the trace lacks this stage")
 
 
