@@ -115,7 +115,7 @@ IDIOMS = {
         "'values', 'elements', 'parameters', 'floats'",
     ),
     "4 %": (
-        r"\d %|(?<![\d.,^])\b\d{1,3} \d{3}\b(?! ?[\dx×])|\bsome \d",
+        r"\d %|(?<![\d.,^\[])\b\d{1,3} \d{3}\b(?! ?[\dx×])|\bsome \d",
         "'4%', '70,000', 'about 30'",
     ),
     "normalise": (

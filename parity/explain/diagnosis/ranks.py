@@ -33,7 +33,7 @@ from parity.measure.text import and_listed
 OF_HEADS = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "context")
 """The stages of which a rank with some of the heads has a part."""
 
-JUDGED = (*OF_HEADS, "output")
+COMPARED = (*OF_HEADS, "output")
 """The compared stages of a rank; with divided tokens also `grad.query`."""
 
 
@@ -180,7 +180,7 @@ def diagnose_ranks(
     of_ranks = [stages_of("observed", stages, "output") for stages in observed]
     with_gradients = False
     for rank, stages in enumerate(of_ranks):
-        if not stages.keys() & {*JUDGED, "grad.query"}:
+        if not stages.keys() & {*COMPARED, "grad.query"}:
             names = f"{sorted(stages)} of rank {rank}"
             raise InputError("observed", "have stages of every rank", names)
         if tokens > 1 and "grad.query" in stages:
