@@ -178,10 +178,10 @@ def _whole_input(name: str, arrays: Mapping[str, Arrays], mesh: str) -> np.ndarr
 
 def _check_names(options: Options, arrays: Mapping[str, Arrays], inputs: Sequence[str]) -> None:
     """Reject a file that has other arrays than stages, or no stage."""
-    from parity.explain.diagnosis.ranks import JUDGED
+    from parity.explain.diagnosis.ranks import COMPARED
     from parity.measure.core.stages import did_you_mean_stage
 
-    stages: list[str] = [*JUDGED]
+    stages: list[str] = [*COMPARED]
     if options.mesh.startswith("sequence"):
         stages.append("grad.query")
     for path, arrays_of_rank in arrays.items():
