@@ -146,7 +146,7 @@ def test_rounded_copy_names_both_dtypes(dtype, is_first):
     assert 0.25 < found.max_ulp <= 0.5
     assert found.how.startswith(f"weights the same up to rounding in {dtype}: ")
     which = "the second is the first" if is_first else "the first is the second"
-    assert f"{which}, float32 rounded to {dtype}, at most 0.5 units in the last index" in found.how
+    assert f"{which}, float32 rounded to {dtype}, at most 0.5 units in the last place" in found.how
 
 
 def test_copy_counts_elements_that_become_0():
@@ -173,7 +173,7 @@ def test_tensor_lost_in_copy_is_different():
     ("steps", "kind"), [(1, "rounding"), (4, "rounding"), (5, "different"), (100, "different")]
 )
 def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
-    """Up to 4 units in the last index are rounding; 5 or more are a difference with a index."""
+    """Up to 4 units in the last place are rounding; 5 or more are a difference with an index."""
     weights = {name: x.astype(dtype_named(dtype)) for name, x in random_weights(PLAIN).items()}
     other = {**weights, "v_proj.weight": weights["v_proj.weight"].copy()}
     for _ in range(steps):
@@ -186,7 +186,7 @@ def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
         steps == 100 and found.max_ulp > 100
     )  # 100 steps pass a power of two
     if kind == "rounding":
-        assert f"at most {steps} units in the last index apart, in 1 of 1088 elements" in found.how
+        assert f"at most {steps} units in the last place apart, in 1 of 1088 elements" in found.how
     else:
         (difference,) = found.differences
         assert (difference.name, difference.differing, difference.pattern) == (
@@ -772,7 +772,7 @@ def test_float32_file_rounded_to_bfloat16(files, capsys):
         )
         == 0
     )
-    assert "float32 rounded to bfloat16, at most 0.5 units in the last index" in " ".join(
+    assert "float32 rounded to bfloat16, at most 0.5 units in the last place" in " ".join(
         capsys.readouterr().out.split()
     )
 

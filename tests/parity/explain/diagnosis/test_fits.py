@@ -870,7 +870,7 @@ def test_unequal_shapes_raise():
 ROPE = Rope(10000.0)
 SPEC = AttentionSpec(64, 4, num_kv_heads=2, rope=ROPE)
 YARN = Rope(10000.0, scaling=YarnScaling(4.0, 16))
-CASE = Case("patterns", SPEC, "", seq_len=24, is_causal=True)
+CASE = Case("laws", SPEC, "", seq_len=24, is_causal=True)
 
 
 def computed(problem, spec, dtype="float64"):
