@@ -106,7 +106,7 @@ def unchanged(source: Path, target: Path) -> None:
         write_tensors(target, file.infos, file.tensor)
 
 
-def conversion(layout: str, told: str | None = None) -> Callable[[Path, Path], None]:
+def conversion(layout: str, source_layout: str | None = None) -> Callable[[Path, Path], None]:
     """Return a conversion; without a source layout, the metadata specifies it."""
 
     def convert(source: Path, target: Path) -> None:
@@ -115,11 +115,11 @@ def conversion(layout: str, told: str | None = None) -> Callable[[Path, Path], N
         convert_file(
             source,
             target,
-            source=told,
+            source=source_layout,
             target=layout,
             prefix=PREFIX,
             force=True,
-            **(HEADS if told else {}),
+            **(HEADS if source_layout else {}),
         )
 
     return convert

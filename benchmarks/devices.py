@@ -92,8 +92,8 @@ def rings(
 
 def cached(mesh: Mesh, tokens: int, *, heads: str | None = None, **how: str) -> list[Program]:
     """Return a call with a cache of 8 sequences and 4096 slots, which it may reuse."""
-    told = {"tokens": AXIS} if "slots" in how else {}
-    graph, state = layer_on(mesh, mha_jax.MultiHeadAttentionWithCache, heads=heads, **told)
+    token_axis = {"tokens": AXIS} if "slots" in how else {}
+    graph, state = layer_on(mesh, mha_jax.MultiHeadAttentionWithCache, heads=heads, **token_axis)
     cache = jax.eval_shape(lambda: mha_jax.init_cache(8, SPEC.num_kv_heads, 4096, SPEC.head_dim))
     cache = parallel.shard_cache(cache, mesh, heads=heads, **how)
     x = array(mesh, (8, tokens, SPEC.d_model), how.get("batch"))

@@ -191,11 +191,11 @@ def _advice(name: str, known: list[str]) -> str:
     if "d_model" in known:
         table = OF_MODULES
         other_table = OF_CALLS
-        other_place = "the call"
+        other_owner = "the call"
     else:
         table = OF_CALLS
         other_table = OF_MODULES
-        other_place = "the module"
+        other_owner = "the module"
     if name in SCORE_WEIGHTS and "learned" in known:
         return f"pass learned={{{name!r}: …}}"
     alias = table.get(name)
@@ -216,7 +216,7 @@ def _advice(name: str, known: list[str]) -> str:
         return f"did you mean {' or '.join(similar)}?"
     alias = other_table.get(name)
     if alias is not None and alias.ours:
-        return f"for {other_place}, did you mean {_described(alias)}"
+        return f"for {other_owner}, did you mean {_described(alias)}"
     if 0 < len(known) <= MOST_LISTED:
         return f"known are {', '.join(known)}"
     return ""

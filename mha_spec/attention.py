@@ -488,7 +488,7 @@ class AttentionSpec(Record):
         """
         latent = check_latent(self)
         # Multiplications of a head: more for each query and slot, whose vectors are wider, against
-        # those of expanding a slot once.
+        # the operations of expanding a slot once.
         wider = 2 * latent.kv_rank + latent.rope_dim - self.head_dim - self.value_head_dim
         expansion = latent.kv_rank * (self.head_dim - latent.rope_dim + self.value_head_dim)
         slots_per_query = 1.0

@@ -205,7 +205,7 @@ def _exchanges(
     if plan != "ring":
         return [], []
     forward = []
-    # Halves of the tokens change places before the ring and after it, so that all devices have
+    # Halves of the tokens change devices before the ring and after it, so that all devices have
     # equal work under a causal mask.
     for nbytes in (of_queries, of_keys, of_values, of_context):
         forward.append(Sent("collective-permute", nbytes / 2, 2))

@@ -243,7 +243,7 @@ def _distances(plan: Plan, t: int, s: int | None) -> Any:
     return plan.xp.arange(t)[:, None] - plan.xp.arange(s)[None, :]
 
 
-def _next_seen(plan: Plan) -> None:
+def _next_key_visible(plan: Plan) -> None:
     """Show each token the next one, in whichever function hides it."""
 
     def attention_mask(
@@ -579,7 +579,7 @@ INJECTIONS: dict[str, Injection] = {
     "mask-flipped": _of_masked(_flipped),
     "mask-ignored": _of_masked(_unmasked),
     "mask-added": _of_masked(_added),
-    "causal-off-by-one": _next_seen,
+    "causal-off-by-one": _next_key_visible,
     "padding-ignored": breaking(create_attention_mask=_padding_ignored),
     "window-ignored": _window_ignored,
     "scale-missing": breaking(attention_scores=_unscaled),

@@ -45,7 +45,7 @@ from parity.measure.core.compare import first_difference
 from parity.measure.core.problem import Problem, make_problem
 from parity.measure.core.quantization import CacheQuantization
 from parity.measure.core.stages import stage_named
-from parity.measure.core.trace import Reference, judge
+from parity.measure.core.trace import Reference, compare_trace
 from parity.measure.core.weights import random_weights
 from parity.use.reporting.console import print_table
 from parity_lab.injections import Injection, bug_to_inject, bugs_to_inject, plan_of
@@ -496,14 +496,14 @@ def bugs_in(case: Case) -> list[str]:
 
 def selftest_bugs(case: Case) -> list[str]:
     """Return the names of the bugs that the self-test injects into one of its cases."""
-    place = SELFTEST_CASES.index(case)
+    index = SELFTEST_CASES.index(case)
     before = {
         name
-        for earlier in SELFTEST_CASES[:place]
+        for earlier in SELFTEST_CASES[:index]
         if earlier.trained is None
         for name in bugs_in(earlier)
     }
-    return [name for name in bugs_in(case) if place < NUM_GENERAL or name not in before]
+    return [name for name in bugs_in(case) if index < NUM_GENERAL or name not in before]
 
 
 def run_with_bug(bug: str, case: Case, backend: str, *, seed: int = 0) -> Outcome:
@@ -518,7 +518,7 @@ def run_with_bug(bug: str, case: Case, backend: str, *, seed: int = 0) -> Outcom
     problem = expected.problem
     with inject(bug, problem, backend) as given:
         trace = record(backend, expected, given)
-    difference = first_difference(judge(trace, expected))
+    difference = first_difference(compare_trace(trace, expected))
     stage = ""
     diagnosis = Diagnosis()
     if difference is not None:

@@ -101,8 +101,8 @@ else:
                 _change(os.path.realpath(request["path"]), request["before"], request["after"])
             except ValueError as error:
                 return {"cannot": str(error)}
-        for place, item in enumerate(items):
-            following = items[place + 1] if place + 1 < len(items) else None
+        for index, item in enumerate(items):
+            following = items[index + 1] if index + 1 < len(items) else None
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if first_failure:
                 break

@@ -112,7 +112,7 @@ class _Finder(importlib.machinery.PathFinder):
 def _lines_of_files() -> dict[str, dict[str, int]]:
     """Return the line of each mutant, by file."""
     lines: dict[str, dict[str, int]] = {}
-    with open(os.path.join(FOLDER, "places.json")) as file:
+    with open(os.path.join(FOLDER, "lines.json")) as file:
         for mutant, (path, line) in json.load(file).items():
             lines.setdefault(os.path.join(ROOT, path), {})[mutant] = line
     return lines

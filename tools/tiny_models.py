@@ -35,7 +35,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         layers: number of layers; None to keep it.
-        width: `fixed` to numbers of this file, divided by a `ratio`, or `kept`.
+        width: `fixed` to numbers of this file, divided by a `ratio`, or `unchanged`.
         derived: whether to omit fields without a default of their own, which follow from others.
         images: whether to make images small.
     """
@@ -51,9 +51,9 @@ RECIPES = (
     Recipe(2, "fixed", derived=True),
     Recipe(4, "fixed", images=False),
     Recipe(2, "ratio"),
-    Recipe(2, "kept", derived=True),
+    Recipe(2, "unchanged", derived=True),
     Recipe(6, "ratio", derived=True),
-    Recipe(None, "kept", images=False),
+    Recipe(None, "unchanged", images=False),
 )
 """Recipes, the smallest first. The first one whose model runs is used."""
 
@@ -186,16 +186,16 @@ def _small(values, recipe):
     values = _arguments(values, recipe)
     is_hierarchical = _is_hierarchical(values)
     if is_hierarchical:
-        recipe = recipe._replace(width="kept")
+        recipe = recipe._replace(width="unchanged")
     num_layers = _first(values, *COUNTS, default=0)
-    kept_layers = _kept_layers(values, num_layers, recipe)
-    if kept_layers:
-        recipe = recipe._replace(layers=len(kept_layers))
+    chosen_layers = _chosen_layers(values, num_layers, recipe)
+    if chosen_layers:
+        recipe = recipe._replace(layers=len(chosen_layers))
 
     small = {}
     for name, x in values.items():
         if _is_by_layer(x):
-            small[name] = _small_by_layer(x, kept_layers, recipe)
+            small[name] = _small_by_layer(x, chosen_layers, recipe)
         elif isinstance(x, dict):
             if "model_type" in x or name.endswith("_config"):
                 small[name] = _small(x, recipe)
@@ -204,8 +204,8 @@ def _small(values, recipe):
         elif isinstance(x, (list, tuple)):
             if is_hierarchical and "out" in name:
                 small[name] = list(x)
-            elif kept_layers and len(x) == num_layers:
-                small[name] = [x[layer] for layer in kept_layers]
+            elif chosen_layers and len(x) == num_layers:
+                small[name] = [x[layer] for layer in chosen_layers]
             else:
                 small[name] = _short(name, x, recipe)
         elif x is None and (name != "head_dim" or recipe.derived):
@@ -238,9 +238,9 @@ def _is_by_layer(x):
     return all(str(key).isdigit() and isinstance(part, dict) for key, part in x.items())
 
 
-def _small_by_layer(parts, kept_layers, recipe):
+def _small_by_layer(parts, chosen_layers, recipe):
     """Return the configurations of the layers that are kept, made small, by their new numbers."""
-    layers = kept_layers or range(recipe.layers or 10**6)
+    layers = chosen_layers or range(recipe.layers or 10**6)
     small = {}
     for key, part in parts.items():
         if int(key) in layers:
@@ -287,7 +287,7 @@ def _first(values, *names, default):
     return next((values[name] for name in names if type(values.get(name)) is int), default)
 
 
-def _kept_layers(values, num_layers, recipe):
+def _chosen_layers(values, num_layers, recipe):
     """Return the layers to keep: one of each kind, according to lists with one word per layer; None
     without such lists.
     """
@@ -311,11 +311,11 @@ def _number(name, x, values, recipe):
     if name == "max_position_embeddings" and x > 0:
         return max(x, 128)
     for pattern, most in AT_MOST.items():
-        if re.search(pattern, name) and not (recipe.width == "kept" and "dim" in name):
+        if re.search(pattern, name) and not (recipe.width == "unchanged" and "dim" in name):
             return min(x, most)
     if LAYERS.search(name) and not NOT_LAYERS.search(name):
         return x if recipe.layers is None else min(x, recipe.layers)
-    if recipe.width == "kept":
+    if recipe.width == "unchanged":
         return x
     is_fixed = recipe.width == "fixed"
     if KV_HEADS.search(name):
@@ -337,14 +337,14 @@ def _short(name, x, recipe):
         return list(x)
     if name in ("depths", "depth", "num_blocks", "layers", "encoder_layers"):
         return [min(each, 2) for each in x]
-    is_places = re.search(r"ind(ex|ic)e|idx|_layers$", name) and list(x) == sorted({*x})
-    if not is_places or max(x) <= count:
+    are_indices = re.search(r"ind(ex|ic)e|idx|_layers$", name) and list(x) == sorted({*x})
+    if not are_indices or max(x) <= count:
         return list(x)
-    places = sorted({min(each, count - 1) for each in x})
-    if len(places) < len(x) and "out" in name:
+    indices = sorted({min(each, count - 1) for each in x})
+    if len(indices) < len(x) and "out" in name:
         # As many outputs as before, of the last layers.
         return list(range(count - len(x) + 1, count + 1))
-    return places
+    return indices
 
 
 def _with_sections(values, whole, recipe):
@@ -638,7 +638,7 @@ def makers_of(model, generator):
         context + max(find(config, "lags_sequence", default=[0])),
         whole("num_time_features", default=0),
     )
-    places = [[x, y] for x in range(8) for y in range(8)]
+    pixels = [[x, y] for x in range(8) for y in range(8)]
     return {
         "input_ids": tokens,
         "decoder_input_ids": tokens,
@@ -664,11 +664,11 @@ def makers_of(model, generator):
             key: [constant([[8, 8]] * SEQUENCES)]
             for key in ("target_sizes", "tgt_sizes", "spatial_shapes")
         },
-        "pixel_position_ids": [constant([places] * SEQUENCES)],
+        "pixel_position_ids": [constant([pixels] * SEQUENCES)],
         "pixel_attention_mask": [constant(torch.ones(SEQUENCES, 64, dtype=torch.long))],
         "flattened_patches": [
             lambda: torch.cat(
-                [torch.tensor([places] * SEQUENCES) + 1.0, normal(SEQUENCES, 64, first[0])()], -1
+                [torch.tensor([pixels] * SEQUENCES) + 1.0, normal(SEQUENCES, 64, first[0])()], -1
             )
         ],
         "mask": [constant(torch.ones(SEQUENCES, TOKENS, dtype=torch.bool))],
@@ -720,7 +720,7 @@ def inputs_for(model, seed, *, every=False):
                 yield dict(zip(names, choice, strict=True))
 
 
-def placed(inputs, config, reason):
+def with_required_tokens(inputs, config, reason):
     """Return inputs with the number of image or audio tokens that an error requires, or None."""
     found = re.search(
         r"(\w+) features and \w+ tokens do not match.*?tokens:? *\d+.*?features:? *(\d+)", reason
@@ -752,7 +752,7 @@ def call_of(model, part="", *, every=False):
                 reasons.append(
                     f"{type(called).__name__}({', '.join(inputs)}): {type(error).__name__}: {error}"
                 )
-                inputs = placed(inputs, called.config, str(error)) if every else None
+                inputs = with_required_tokens(inputs, called.config, str(error)) if every else None
                 if inputs is None:
                     break
                 continue
@@ -898,7 +898,7 @@ KEYS = (
 )
 """Names of the tokens from which it makes keys and values."""
 
-PLACES = ("position_embeddings", "rotary_pos_emb", "cos", "sin", "object_queries")
+POSITIONS = ("position_embeddings", "rotary_pos_emb", "cos", "sin", "object_queries")
 """Names of arguments with positions of tokens, which are optional."""
 
 AROUND = 3
@@ -958,16 +958,16 @@ def _inputs_alone(model, part, generator):
     more = (
         [name for name in KEYS if name in parameters and name not in needed][:1] if is_cross else []
     )
-    places = [name for name in PLACES if name in parameters]
-    sets = [[*needed, *more, *places], [*needed, *more], [*needed, *places], needed]
+    position_names = [name for name in POSITIONS if name in parameters]
+    sets = [[*needed, *more, *position_names], [*needed, *more], [*needed, *position_names], needed]
     for names in dict.fromkeys(tuple(dict.fromkeys(each)) for each in sets):
         if all(name in makers for name in names):
             several = [makers[name] for name in names]
-            for place in range(
+            for index in range(
                 max(map(len, several), default=0)
             ):  # the same of all, such as their width
                 yield {
-                    name: each[min(place, len(each) - 1)]
+                    name: each[min(index, len(each) - 1)]
                     for name, each in zip(names, several, strict=True)
                 }
             for choice in product(*several):
@@ -1012,7 +1012,7 @@ def _makers_alone(model, part, generator):
         queries = [
             normal(*shape) for width in widths for shape in ((joined, width), (1, joined, width))
         ]
-    places = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
+    positions = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
     rotary = [constant(x) for x in _angles(model, part)]
     nothing = (
         "attention_bias",
@@ -1028,12 +1028,12 @@ def _makers_alone(model, part, generator):
         **dict.fromkeys(KEYS, keys),
         **{name: [*rotary, *queries] for name in ("position_embeddings", "rotary_pos_emb")},
         **{
-            name: [constant(x[place]) for x in _angles(model, part)]
-            for place, name in enumerate(("cos", "sin"))
+            name: [constant(x[index]) for x in _angles(model, part)]
+            for index, name in enumerate(("cos", "sin"))
         },
         **{name: [*queries, *keys] for name in ("object_queries", "spatial_position_embeddings")},
         **{name: [constant(None)] for name in nothing},
-        **{name: [constant(places)] for name in ("position_ids", "positions")},
+        **{name: [constant(positions)] for name in ("position_ids", "positions")},
         "cu_seqlens": [constant(TOKENS * torch.arange(SEQUENCES + 1, dtype=torch.int32))],
         "max_seqlen": [constant(TOKENS)],
         "layer_idx": [constant(getattr(called, "layer_idx", 0))],
@@ -1049,14 +1049,14 @@ def _angles(model, part):
     """
     rotary = {name: each for name, each in model.named_modules() if "Rotary" in type(each).__name__}
     near = sorted(rotary, key=lambda name: not f"{part}.".startswith(f"{name.rpartition('.')[0]}."))
-    places, x = torch.arange(TOKENS)[None], torch.zeros(1, TOKENS, 1)
+    positions, x = torch.arange(TOKENS)[None], torch.zeros(1, TOKENS, 1)
     kinds = dict.fromkeys((getattr(model.get_submodule(part), "layer_type", None), *KINDS))
     for module in (rotary[name] for name in near):
         for given in (
-            (x, places),
-            *((x, places, kind) for kind in kinds),
-            (places,),
-            (x, places.expand(3, 1, -1)),
+            (x, positions),
+            *((x, positions, kind) for kind in kinds),
+            (positions,),
+            (x, positions.expand(3, 1, -1)),
         ):
             with suppress(Exception), torch.no_grad():
                 made = module(*given)
@@ -1065,6 +1065,6 @@ def _angles(model, part):
                     break
     dim = getattr(model.get_submodule(part), "head_dim", None)
     if type(dim) is int:
-        angles = places[..., None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        angles = positions[..., None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
         angles = torch.cat([angles, angles], dim=-1)
         yield angles.cos(), angles.sin()

@@ -178,11 +178,11 @@ def use(board: str) -> None:
     os.environ.setdefault("TT_METAL_LOGS_PATH", str(root))
     os.environ.setdefault("TT_METAL_LOGGER_LEVEL", "fatal")
     os.environ.setdefault("TT_METAL_DISABLE_BACKTRACE", "1")
-    ttnn.begin_trace_capture = _refuse_traces  # a trace would end the process
+    ttnn.begin_trace_capture = _reject_traces  # a trace would end the process
     _used = board
 
 
-def _refuse_traces(*_: Any, **__: Any) -> None:
+def _reject_traces(*_: Any, **__: Any) -> None:
     raise RuntimeError(
         f"begin_trace_capture must have a device that computes, got a mock {_used}, which has no "
         f"queue"

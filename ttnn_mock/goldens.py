@@ -150,7 +150,7 @@ def _paged_scaled_dot_product_attention_decode(
         "paged_cache_geometry": paged_cache_geometry,
         "cache_position_modulo": cache_position_modulo,
     }
-    _refuse_views("paged_scaled_dot_product_attention_decode", geometry)
+    _reject_views("paged_scaled_dot_product_attention_decode", geometry)
     table = page_table_tensor.long()
     if table.max() >= keys.shape[0]:
         # The operation accepts it, and reads outside the cache.
@@ -337,7 +337,7 @@ def _paged_update_cache(
 
     With a page table (B, pages) the cache is (pages, K, slots per page, H).
     """
-    _refuse_views("paged_update_cache", others)
+    _reject_views("paged_update_cache", others)
     if cache.shape[1] > TILE:
         # The operation accepts them, and reads one row of tiles per sequence.
         raise AssertionError(
@@ -350,7 +350,9 @@ def _paged_update_cache(
     for sequence, slot in enumerate(slots):
         if slot < 0:
             continue
-        page, slot_of_page = _place("paged_update_cache", cache, page_table, sequence, int(slot))
+        page, slot_of_page = _page_and_slot(
+            "paged_update_cache", cache, page_table, sequence, int(slot)
+        )
         # A sequence that is skipped in the table has page -1.
         if page >= 0:
             cache[page, :, slot_of_page] = tokens[0, sequence, : cache.shape[1]]
@@ -385,7 +387,7 @@ def _paged_fill_cache(
     """Write tokens (B, K, T, H) into the first slots of sequences, in pages (pages, K, slots per
     page, H).
     """
-    _refuse_views("paged_fill_cache", others)
+    _reject_views("paged_fill_cache", others)
     sequences = [batch_idx]
     if batch_idx_tensor is not None:
         sequences = batch_idx_tensor.flatten().tolist()
@@ -394,13 +396,13 @@ def _paged_fill_cache(
     for tokens_of_sequence, sequence in zip(tokens, sequences, strict=True):
         for first in range(0, tokens_of_sequence.shape[1], page_size):
             part = tokens_of_sequence[:, first : first + page_size]
-            page, _ = _place("paged_fill_cache", cache, page_table, int(sequence), first)
+            page, _ = _page_and_slot("paged_fill_cache", cache, page_table, int(sequence), first)
             if page >= 0:
                 cache[page, :, : part.shape[1]] = part
     return cache
 
 
-def _place(
+def _page_and_slot(
     name: str, cache: torch.Tensor, page_table: torch.Tensor | None, sequence: int, slot: int
 ) -> tuple[int, int]:
     """Return the page, and the slot in it, of a sequence's slot. (The operations silently write
@@ -422,7 +424,7 @@ def _place(
     return page, slot % page_size
 
 
-def _refuse_views(name: str, others: dict[str, Any]) -> None:
+def _reject_views(name: str, others: dict[str, Any]) -> None:
     """Reject options that change the layout of a cache, which are not modeled here."""
     views = (
         "block_size",

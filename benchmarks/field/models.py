@@ -86,9 +86,9 @@ def copy_with_old_keys(folder: Path, rope: dict[str, Any]) -> None:
     """Copy a model, with its RoPE in the keys of transformers before version 5."""
     other = folder.with_name(f"{folder.name}-old-keys")
     shutil.copytree(folder, other, dirs_exist_ok=True)
-    told = json.loads((folder / "config.json").read_text("utf-8"))
-    del told["rope_parameters"]
-    (other / "config.json").write_text(json.dumps(told | rope), "utf-8")
+    config_values = json.loads((folder / "config.json").read_text("utf-8"))
+    del config_values["rope_parameters"]
+    (other / "config.json").write_text(json.dumps(config_values | rope), "utf-8")
 
 
 if __name__ == "__main__":

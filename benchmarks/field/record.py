@@ -76,13 +76,13 @@ def record_tunix(folder: str) -> Tapped:
     from tunix.models.llama3 import model as llama3
     from tunix.models.llama3 import params
 
-    told = read_config(folder)
+    config_values = read_config(folder)
     config = llama3.ModelConfig(
-        **{name: told[key] for name, key in SIZES.items()},
-        head_dim=told["head_dim"],
-        rope_theta=int(told["rope_parameters"]["rope_theta"]),
-        norm_eps=told["rms_norm_eps"],
-        weight_tying=told["tie_word_embeddings"],
+        **{name: config_values[key] for name, key in SIZES.items()},
+        head_dim=config_values["head_dim"],
+        rope_theta=int(config_values["rope_parameters"]["rope_theta"]),
+        norm_eps=config_values["rms_norm_eps"],
+        weight_tying=config_values["tie_word_embeddings"],
     )
     model = params.create_model_from_safe_tensors(folder, config, dtype=jnp.float32)
     length = TOKENS.shape[1]
@@ -124,18 +124,18 @@ def record_maxtext(folder: str) -> Tapped:
     from maxtext.layers.attentions import Attention
     from maxtext.utils.model_creation_utils import from_config
 
-    told = read_config(folder)
+    config_values = read_config(folder)
     options = {
         "model_name": (name := "olmo3-7b"),
         "override_model_config": True,
         "run_name": "field",
-        "base_emb_dim": told["hidden_size"],
-        "base_num_query_heads": told["num_attention_heads"],
-        "base_num_kv_heads": told["num_key_value_heads"],
-        "base_mlp_dim": told["intermediate_size"],
-        "base_num_decoder_layers": told["num_hidden_layers"],
-        "vocab_size": told["vocab_size"],
-        "sliding_window_size": told["sliding_window"],
+        "base_emb_dim": config_values["hidden_size"],
+        "base_num_query_heads": config_values["num_attention_heads"],
+        "base_num_kv_heads": config_values["num_key_value_heads"],
+        "base_mlp_dim": config_values["intermediate_size"],
+        "base_num_decoder_layers": config_values["num_hidden_layers"],
+        "vocab_size": config_values["vocab_size"],
+        "sliding_window_size": config_values["sliding_window"],
         "max_target_length": TOKENS.shape[1],
         "per_device_batch_size": 1,
         "dtype": "float32",
@@ -151,8 +151,10 @@ def record_maxtext(folder: str) -> Tapped:
     )
     model = from_config(config, rngs=nnx.Rngs(0))
     tensors, _ = load_tensors(Path(folder) / "model.safetensors")
-    names = param_mapping.PARAM_MAPPING[name](told, config, scan_layers=False)
-    hooks = param_mapping.HOOK_FNS[name](told, config, scan_layers=False, saving_to_hf=False)
+    names = param_mapping.PARAM_MAPPING[name](config_values, config, scan_layers=False)
+    hooks = param_mapping.HOOK_FNS[name](
+        config_values, config, scan_layers=False, saving_to_hf=False
+    )
     filled = []
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         key = "-".join(("params", *path))

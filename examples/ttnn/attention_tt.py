@@ -70,11 +70,17 @@ class Attention:
         ]
         tables.append(self._on_cores(np.tile(self.swap, (1, 1, batch, 1)), batch))
         q, k = (self._rotated(heads, *tables, is_decode_mode=True) for heads in (q, k))
-        places = ttnn.from_torch(torch.tensor(positions, dtype=torch.int32), device=self.device)
-        ttnn.experimental.paged_update_cache(self.keys, k, update_idxs_tensor=places)
-        ttnn.experimental.paged_update_cache(self.values, v, update_idxs_tensor=places)
+        positions_on_device = ttnn.from_torch(
+            torch.tensor(positions, dtype=torch.int32), device=self.device
+        )
+        ttnn.experimental.paged_update_cache(self.keys, k, update_idxs_tensor=positions_on_device)
+        ttnn.experimental.paged_update_cache(self.values, v, update_idxs_tensor=positions_on_device)
         context = ttnn.transformer.scaled_dot_product_attention_decode(
-            q, self.keys, self.values, cur_pos_tensor=places, compute_kernel_config=self.arithmetic
+            q,
+            self.keys,
+            self.values,
+            cur_pos_tensor=positions_on_device,
+            compute_kernel_config=self.arithmetic,
         )
         context = ttnn.to_memory_config(
             context, self._one_core_each(batch, self.n_heads, self.head_dim)

@@ -229,7 +229,7 @@ class Rope(Record):
                 [self.sections[axis] for axis in axes], np.float32
             )
         return exponents(pairs, 2 * pairs)[
-            [num_axes * place + axis for place, axis in zip(own, axes, strict=True)]
+            [num_axes * index + axis for index, axis in zip(own, axes, strict=True)]
         ]
 
     def axes(self, head_dim: int) -> np.ndarray:

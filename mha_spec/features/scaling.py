@@ -73,9 +73,9 @@ class Scaling(Record):
             max(theta, 1.0) * largest > LARGEST_FACTOR
             or max(1.0 / theta, 1.0) / least > LARGEST_FACTOR
         ):
-            self._refuse_range(theta)
+            self._reject_range(theta)
 
-    def _refuse_range(self, theta: float) -> NoReturn:
+    def _reject_range(self, theta: float) -> NoReturn:
         raise InputError(
             "scaling", "keep frequencies within the range of float32", scaling=self, theta=theta
         )
@@ -155,7 +155,7 @@ class DynamicScaling(Scaling):
             raise InputError("rotated features", "be at least 4 with DynamicScaling", str(features))
         super().check(theta, features)
         if self.base(theta, features, max(MOST_TOKENS, self.original_length)) > LARGEST_FACTOR:
-            self._refuse_range(theta)
+            self._reject_range(theta)
 
 
 @dataclass(frozen=True, repr=False)
@@ -217,7 +217,7 @@ class Llama3Scaling(Scaling):
         largest *= fastest / min(self.factor, 1.0)
         longest = max(2 * math.pi * theta, self.original_length / self.low_freq_factor)
         if width < LEAST_FACTOR or max(largest, longest) > LARGEST_FACTOR:
-            self._refuse_range(theta)
+            self._reject_range(theta)
 
 
 @dataclass(frozen=True, repr=False)

@@ -400,7 +400,7 @@ def _prepare(
             contender = make()
             reason = None
             if expected is not None:
-                reason = why_refused(work, expected, contender)
+                reason = why_rejected(work, expected, contender)
         except Exception as error:
             left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
@@ -437,7 +437,7 @@ def _measure_times(
     )
 
 
-def why_refused(work: Work, expected: Sequence[Any], contender: Contender) -> str | None:
+def why_rejected(work: Work, expected: Sequence[Any], contender: Contender) -> str | None:
     """Return why a contender is not timed, because its result differs from ours, or None."""
     error = difference(expected, contender.arrays(contender.run()))
     allowed = ALLOWED[work.dtype]

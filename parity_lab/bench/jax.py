@@ -122,9 +122,9 @@ def _contender(
         params: weights, any tree of arrays.
         inputs: the arrays whose gradients are compared.
         others: what else it takes, not differentiated.
-        cotangent: of the output.
+        cotangent: cotangent of the output.
         restore: brings an output, or the gradient of an input, into the order of ours.
-        options: of `Contender`.
+        options: options of `Contender`.
     """
     # The leaves of a tree are passed: to take a module apart can take longer than a small piece of
     # work.

@@ -322,8 +322,10 @@ def growth(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _longest_line(rows: Sequence[Row], axis: int) -> list[Row]:
-    """Return the most rows whose shapes differ along one axis only: along S those of the smallest
-    batch, along B those of the length with the most batches.
+    """Return the most rows whose shapes differ along one axis only.
+
+    Along S, these are the rows of the smallest batch; along B, the rows of the length with the most
+    batches.
     """
     lines: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from parity.use.cli.command import Options, Result, command, option
 from parity.use.cli.layers import layer_options, passed_layer_flags, weight_options
-from parity.use.cli.messages import contradiction, refusal, requires
+from parity.use.cli.messages import contradiction, input_error, requires
 from parity.use.cli.options import (
     backend_list,
     check_names,
@@ -117,7 +117,7 @@ def _check_plot(path: str, groups: Sequence[str]) -> None:
     if "growth" not in groups:
         groups_in_words = ",".join(groups)
         expected = "be passed with growth among --suites"
-        raise refusal("--plot", expected, {"--suites": groups_in_words})
+        raise input_error("--plot", expected, {"--suites": groups_in_words})
 
 
 def _check_model_options(options: Options) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from parity.measure.backends import BACKENDS
 from parity.use.cli.cases import chosen_cases, num_runs
 from parity.use.cli.command import OneOf, Options, Result, argument, command, option
-from parity.use.cli.messages import no_framework, refusal
+from parity.use.cli.messages import input_error, no_framework
 from parity.use.cli.options import backend_options, cases_option, check_names
 from parity.use.cli.reports import skip_option
 
@@ -74,11 +74,13 @@ def _make_devices(count: int, needed: int, mesh: str, backends: Sequence[str]) -
 
     flag = "--virtual-devices"
     if count < needed:
-        raise refusal(flag, f"be at least the {needed} of {mesh}", {flag: count})
+        raise input_error(flag, f"be at least the {needed} of {mesh}", {flag: count})
     if count > MOST_VIRTUAL:
-        raise refusal(flag, f"be at most {MOST_VIRTUAL}", {flag: count})
+        raise input_error(flag, f"be at most {MOST_VIRTUAL}", {flag: count})
     on_cpu = [name for name in backends if can_make_devices(name)]
     if not on_cpu:
-        raise refusal(flag, "be passed with a backend on this CPU", f"{', '.join(backends)} alone")
+        raise input_error(
+            flag, "be passed with a backend on this CPU", f"{', '.join(backends)} alone"
+        )
     for name in on_cpu:
         load_mesh_backend(name).make_devices(count)

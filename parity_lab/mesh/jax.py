@@ -83,7 +83,7 @@ class _JaxOnMesh(MeshPort):
         with super().lock(dtype) as numerics, jax.set_mesh(self.mesh):
             yield numerics
 
-    def placed(self, x: Any, *dimensions: str) -> Array:
+    def sharded(self, x: Any, *dimensions: str) -> Array:
         """Divide the first axes of an array over dimensions of the mesh that it has, and that
         divide them evenly.
         """
@@ -94,7 +94,7 @@ class _JaxOnMesh(MeshPort):
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(*divided)))
 
     def from_numpy(self, x: np.ndarray) -> Array:
-        return self.placed(np.asarray(x), *DIMENSIONS_OF_RANK.get(np.ndim(x), ()))
+        return self.sharded(np.asarray(x), *DIMENSIONS_OF_RANK.get(np.ndim(x), ()))
 
     argument = from_numpy
 
@@ -111,7 +111,7 @@ class _JaxOnMesh(MeshPort):
     ) -> tuple[dict[str, np.ndarray], Weights]:
         if not spec.out_proj:
             # The output, and so its cotangent, is divided by heads.
-            cotangent = self.placed(hidden["cotangent"], "data", "sequence", "tensor")
+            cotangent = self.sharded(hidden["cotangent"], "data", "sequence", "tensor")
             hidden = hidden | {"cotangent": cotangent}
         filled.program = name_of_gradient(path)
         return super().pull_back(path, filled, spec, inputs, hidden)

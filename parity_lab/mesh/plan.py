@@ -97,8 +97,8 @@ def why_rejected(check: Callable[..., None], *arguments: Any) -> str | None:
     """Return why a check of an implementation rejects arguments, or None if it does not."""
     try:
         check(*arguments)
-    except InputError as refusal:
-        return f"{refusal.argument} must {refusal.rule}"
+    except InputError as error:
+        return f"{error.argument} must {error.rule}"
     return None
 
 

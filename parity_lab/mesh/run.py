@@ -14,7 +14,7 @@ from parity.measure.backends.numerics import environment
 from parity.measure.core.case import DTYPES, Case
 from parity.measure.core.compare import Comparison
 from parity.measure.core.problem import make_problem
-from parity.measure.core.trace import Reference, Trace, judge
+from parity.measure.core.trace import Reference, Trace, compare_trace
 from parity.measure.text import some_of
 from parity.use.running.report import Report, SkippedCase
 from parity_lab.mesh.backend import MeshTrace, load_mesh_backend
@@ -95,7 +95,7 @@ def run_on_mesh(
                     skipped.append(SkippedCase(case.name, dtype, name, reason))
                     continue
                 trace, counts = _attempt(name, reference, plan)
-                comparisons += judge(trace, reference)
+                comparisons += compare_trace(trace, reference)
                 collectives += collectives_of(case, dtype, name, plan, counts)
                 if reference.with_gradients and not (trace.with_gradients or trace.error):
                     reason = f"{name} has no gradients"

@@ -197,14 +197,14 @@ class _TtOnMesh(MeshPort):
         whole = np.empty(shape, parts[0].dtype)
         before = (slice(None),) * axis
         # Each row has the whole layer, so that later rows write the same heads.
-        places = []
+        indices_by_chip = []
         for row in self._rows:
             for heads, chip in zip(heads_by_chip, row, strict=True):
-                places.append(((*before, heads), chip))
-        for place, chip in places:
-            whole[place] = parts[chip]
-        for place, chip in places:
-            if not np.array_equal(whole[place], parts[chip], equal_nan=True):
+                indices_by_chip.append(((*before, heads), chip))
+        for index, chip in indices_by_chip:
+            whole[index] = parts[chip]
+        for index, chip in indices_by_chip:
+            if not np.array_equal(whole[index], parts[chip], equal_nan=True):
                 raise InputError("heads that chips share", "be alike", f"others on chip {chip}")
         return whole
 

@@ -164,8 +164,8 @@ def test_nan_positions_match_definition(feature, seq_len):
     NaN exactly where the definition has it.
     """
     heads, told = problem(feature, seq_len, torch.bfloat16)
-    for x, place in zip(heads, (11, 150, 170), strict=True):
-        x[1, 1, place, 3] = torch.nan
+    for x, index in zip(heads, (11, 150, 170), strict=True):
+        x[1, 1, index, 3] = torch.nan
     if feature == "lengths":
         heads[1][1, :, seq_len - 1] = torch.inf  # hidden
     found = attend_contained(mha_torch.fused.attend, heads, **told)
@@ -248,10 +248,10 @@ def test_steps_run_in_a_cuda_graph():
             cache.lengths.copy_(after.lengths)
             for slots, new in zip(cache.slots.values(), after.slots.values(), strict=True):
                 slots.copy_(new)
-        for place in range(10, 20):
-            token.copy_(x[:, place : place + 1])
+        for position in range(10, 20):
+            token.copy_(x[:, position : position + 1])
             graph.replay()
-            assert_near([output[:, 0]], [expected[:, place]], torch.bfloat16)
+            assert_near([output[:, 0]], [expected[:, position]], torch.bfloat16)
     assert cache.lengths.tolist() == [20, 20]
 
 

@@ -350,10 +350,10 @@ LIKE_LLAMA = {
     "aria_text": Model("aria_text", {**WIDE, "attention_bias": True, "moe_num_experts": 4}),
     "eurobert": Model("eurobert", {**WIDE, "attention_bias": True}),
     "qwen2_5_vl_text": Model(
-        "qwen2_5_vl_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"
+        "qwen2_5_vl_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "positions"
     ),
     "qwen3_vl_moe_text": Model(
-        "qwen3_vl_moe_text", {**NORMED, **MOE, "rope_parameters": SECTIONS}, "places"
+        "qwen3_vl_moe_text", {**NORMED, **MOE, "rope_parameters": SECTIONS}, "positions"
     ),
     "mellum": Model("mellum", {**NORMED, **MOE, **TWO, **OF_EACH}),
     "flint": Model("flint", {**NORMED, **MOE, **TWO}),
@@ -389,14 +389,16 @@ LIKE_LLAMA = {
     "ernie4_5_moe": Model(
         "ernie4_5_moe", {**KV, **MOE, "use_bias": True, "moe_num_experts": 4, "moe_k": 2}
     ),
-    "glm4v_text": Model("glm4v_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"),
-    "glm_ocr_text": Model("glm_ocr_text", {**WIDE, "rope_parameters": SECTIONS}, "places"),
+    "glm4v_text": Model("glm4v_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "positions"),
+    "glm_ocr_text": Model("glm_ocr_text", {**WIDE, "rope_parameters": SECTIONS}, "positions"),
     "glm4v_moe_text": Model(
         "glm4v_moe_text",
         {**WIDE, **MOE, "attention_bias": False, "rope_parameters": HALF_SECTIONS},
-        "places",
+        "positions",
     ),
-    "glm_image_text": Model("glm_image_text", {**WIDE, "rope_parameters": HALF_SECTIONS}, "places"),
+    "glm_image_text": Model(
+        "glm_image_text", {**WIDE, "rope_parameters": HALF_SECTIONS}, "positions"
+    ),
     "modernbert-decoder": Model(
         "modernbert-decoder", {"num_hidden_layers": 4, "local_attention": 6, "attention_bias": True}
     ),
@@ -416,13 +418,13 @@ LIKE_LLAMA |= {
     "qwen2_5_omni_text": Model(
         "qwen2_5_omni_text",
         {**KV, "rope_parameters": SHORT_SECTIONS},
-        "places",
+        "positions",
         class_name="Qwen2_5OmniThinkerTextModel",
     ),
     "paddleocr_vl_text": Model(
         "paddleocr_vl_text",
         {**WIDE, "use_bias": True, "rope_parameters": SECTIONS},
-        "places",
+        "positions",
         class_name="PaddleOCRTextModel",
     ),
     "emu3_text_model": Model(
@@ -437,7 +439,7 @@ LIKE_LLAMA |= {
             "attention_bias": True,
             "rope_parameters": SHORT_SECTIONS,
         },
-        "places",
+        "positions",
         class_name="Qwen3OmniMoeThinkerTextModel",
     ),
     "granite4_vision_text": Model(
@@ -559,12 +561,12 @@ HYBRIDS = {
     "qwen3_5_text": Model(
         "qwen3_5_text",
         {**NORMED, **LINEAR, "rope_parameters": HALF_SECTIONS},
-        "places",
+        "positions",
     ),
     "qwen3_5_moe_text": Model(
         "qwen3_5_moe_text",
         {**NORMED, **LINEAR, **MOE, "attention_bias": True, "rope_parameters": HALF_SECTIONS},
-        "places",
+        "positions",
     ),
     "qwen3_next": Model("qwen3_next", {**NORMED, **LINEAR, **MOE, "attention_bias": True}),
     "minimax": Model("minimax", {**WIDE, **MOE, "layer_types": LINEAR["layer_types"]}),
@@ -670,8 +672,8 @@ BY_THEMSELVES = {
         name: Model(name, OF_LATENTS)
         for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
     },
-    "qwen2_vl_text": Model("qwen2_vl_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"),
-    "qwen3_vl_text": Model("qwen3_vl_text", {**WIDE, "rope_parameters": SECTIONS}, "places"),
+    "qwen2_vl_text": Model("qwen2_vl_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "positions"),
+    "qwen3_vl_text": Model("qwen3_vl_text", {**WIDE, "rope_parameters": SECTIONS}, "positions"),
 }
 MODELS = {
     **TEXT,

@@ -66,7 +66,7 @@ class EinsumAttention(nnx.Module):
         odd, window = self.odd, self.odd.get("window", 5)
         q, (k, v) = self.q_einsum(x), self.kv_einsum(x)
         q, k = self.query_norm(q), self.key_norm(k)
-        turned = odd.get("turned_positions", lambda places: places)(segment_pos)
+        turned = odd.get("turned_positions", lambda positions: positions)(segment_pos)
         q = rotated(q, turned, 1e4, faster=odd.get("faster", 1.0))
         k = rotated(k, segment_pos, 1e4, faster=odd.get("faster", 1.0))
         q = odd.get("queries", lambda q: q)(q * 0.25)
@@ -79,7 +79,7 @@ class EinsumAttention(nnx.Module):
         scores = odd.get("scores", lambda scores: scores)(scores)
         distances = (
             segment_pos[:, :, None]
-            - odd.get("key_positions", lambda places: places)(segment_pos)[:, None, :]
+            - odd.get("key_positions", lambda positions: positions)(segment_pos)[:, None, :]
         )
         mask = (distances >= odd.get("first", 0)) & (distances < window)
         mask = mask[:, :, None, :]

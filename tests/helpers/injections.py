@@ -102,7 +102,9 @@ def told(name: str, change: Callable[..., object]) -> Callable[..., None]:
     return inject
 
 
-def at(places: Callable[[Tensor], Tensor], theta: float | None = None) -> Callable[..., None]:
+def at(
+    change_positions: Callable[[Tensor], Tensor], theta: float | None = None
+) -> Callable[..., None]:
     """Compute cosines and sines for other positions, or with a different theta."""
 
     def change(given, module, position_ids, **_):
@@ -110,7 +112,7 @@ def at(places: Callable[[Tensor], Tensor], theta: float | None = None) -> Callab
         width = given[0].shape[-1] * (2 if is_half else 1)
         base = module.config.rope_parameters["rope_theta"] if theta is None else theta
         frequencies = 1.0 / base ** (torch.arange(0, width, 2).float() / width)
-        angles = places(position_ids)[..., None].float() * frequencies
+        angles = change_positions(position_ids)[..., None].float() * frequencies
         angles = angles if is_half else torch.cat([angles, angles], dim=-1)
         return angles.cos().to(given[0].dtype), angles.sin().to(given[0].dtype)
 

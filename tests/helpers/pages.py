@@ -23,7 +23,7 @@ def page_of(
     """Return the report of a run, its attention maps and its page."""
     maps = AttentionMaps()
     report = run_cases(
-        [CASES[name] for name in names], backends, dtypes, on_judged=maps, **keywords
+        [CASES[name] for name in names], backends, dtypes, on_compared=maps, **keywords
     )
     return report, maps, html_page(report, maps)
 

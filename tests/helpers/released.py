@@ -86,8 +86,8 @@ class Released:
         """Return the output for tokens that follow `past` others in a cache, which is passed by
         keyword.
         """
-        places = torch.arange(past + x.shape[1])
-        visible = self.sees(0, 0, places[past:, None], places)
+        positions = torch.arange(past + x.shape[1])
+        visible = self.sees(0, 0, positions[past:, None], positions)
         mask = torch.zeros(visible.shape, dtype=x.dtype).masked_fill(
             ~visible, torch.finfo(x.dtype).min
         )[None, None]

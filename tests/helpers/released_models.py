@@ -42,7 +42,7 @@ class Model:
         inputs: kind of its inputs: `tokens`, `masked` tokens if the model is not causal without a
             mask, `pairs` of tokens for encoder and decoder, `pixels`, `patches`, `wave`, `waves`
             for both, `mel`, `mel alone` for an encoder, `masked mel alone` for an encoder that
-            requires a mask, `frames`, `bins`, `states` or `places`.
+            requires a mask, `frames`, `bins`, `states` or `positions`.
         module: path of its attention modules in memory, by the part of the model, if it differs
             from the checkpoint.
         output: submodule of its attention modules that has the output of attention, if they do not
@@ -240,7 +240,7 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
     if model.inputs == "mel":
         mel = values(2, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": mel, "decoder_input_ids": tokens(7)}
-    if model.inputs == "places":  # on three axes
+    if model.inputs == "positions":  # on three axes
         return {
             "inputs_embeds": values(2, 11, config.hidden_size),
             "position_ids": AXES.expand(-1, 2, -1),

@@ -222,18 +222,18 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
         raise collector.CollectError(f"@sample of {name}: {error}") from None
 
     wanted = EVERY_ROW if is_named(collector, name) else os.environ.get("SAMPLES")
-    kept = {row.item for row in sampled}
+    sampled_items = {row.item for row in sampled}
     if wanted is not None:
         for row in thorough_rows(rows, sampled, marks[0]):
             row.item.add_marker(pytest.mark.thorough)
-            kept.add(row.item)
+            sampled_items.add(row.item)
     if wanted == EVERY_ROW:
         for row in rows:
-            if row.item not in kept:
+            if row.item not in sampled_items:
                 row.item.add_marker(pytest.mark.nightly)
         return items
-    collector.config.stash[COUNT] += len(items) - len(kept)
-    return [item for item in items if item in kept]
+    collector.config.stash[COUNT] += len(items) - len(sampled_items)
+    return [item for item in items if item in sampled_items]
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str | list[str]:

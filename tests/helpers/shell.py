@@ -31,12 +31,14 @@ def environment(pytest_options: str = PYTEST_OPTIONS) -> dict[str, str]:
     """Return the environment of a user's shell: the project's commands, no colors, nothing of the
     running pytest.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     paths = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}",
         "PYTHONPATH": str(ROOT),
     }
-    return kept | paths | {"NO_COLOR": "1", "COLUMNS": "80", "PYTEST_ADDOPTS": pytest_options}
+    return variables | paths | {"NO_COLOR": "1", "COLUMNS": "80", "PYTEST_ADDOPTS": pytest_options}
 
 
 def found_by(program: str, *arguments: str) -> Any:
@@ -74,14 +76,14 @@ def _run_here(words: list[str], folder: Path, env: dict[str, str]) -> tuple[int,
 
     others = take_out()  # modules of the same names, imported by other tests from elsewhere
     # A new process searches for modules next to a program, and in the folder only for `python`.
-    places = (
+    folders = (
         [str(folder), *sys.path]
         if words[0] == "python"
-        else [place for place in sys.path if place != str(folder)]
+        else [path for path in sys.path if path != str(folder)]
     )
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, env, clear=True))
-        stack.enter_context(mock.patch.object(sys, "path", places))
+        stack.enter_context(mock.patch.object(sys, "path", folders))
         stack.enter_context(mock.patch.object(sys, "argv", words[1:]))
         for context in (chdir(folder), redirect_stdout(printed), redirect_stderr(errors)):
             stack.enter_context(context)

@@ -36,7 +36,7 @@ def updated(block, printed):
     lines = printed.splitlines()
     if shown and shown[0] == "…":
         label = shown[1].partition(":")[0]
-        begin = next(place for place, line in enumerate(lines) if line.startswith(label))
+        begin = next(index for index, line in enumerate(lines) if line.startswith(label))
         lines = ["…", *lines[begin:]]
     if "…" in shown[1:]:
         raise NotImplementedError(f"update this block by hand:\n{printed}")

@@ -39,8 +39,10 @@ def once(pairs, *richest):
     richest_first = sorted(
         pairs, key=lambda pair: richest.index(pair[0]) if pair[0] in richest else len(richest)
     )
-    kept = {name: (case, name) for case, name in reversed(richest_first) if name}
-    return [(case, name) for case, name in pairs if not name or kept[name] == (case, name)]
+    richest_by_name = {name: (case, name) for case, name in reversed(richest_first) if name}
+    return [
+        (case, name) for case, name in pairs if not name or richest_by_name[name] == (case, name)
+    ]
 
 
 # On torch, each bug is injected in its richest case, lost precision in trained (wide) layers.

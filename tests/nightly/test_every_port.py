@@ -17,7 +17,7 @@ from helpers import ROOT
 from wild.accepted import ACCEPTED
 from wild.audit import is_right, measured
 from wild.how import How
-from wild.rates import Job, first_said, is_caught, is_clean, is_placed, jobs, judge, judged_names
+from wild.rates import Job, first_said, grade_of, is_caught, is_clean, is_located, jobs, verdict_on
 from wild.records import STYLES, Right, half, port_of
 from wild.sets import BUGS, CASES, RIGHTS
 
@@ -49,7 +49,7 @@ def test_sets_of_ports_are_large_enough():
 
 def test_bugs_are_where_records_say(style):
     """Each unedited port is right, and each bug is at the
-    stage and the places that its record states.
+    stage and the indices that its record states.
     """
     differ = {}
     for bug in BUGS.values():
@@ -69,37 +69,37 @@ def test_bugs_are_where_records_say(style):
 
 
 def test_right_ports_raise_no_alarm(style):
-    """No right port of a style, `known` or `apart`, raises an alarm. Each is shown to be right
-    first; for the half `apart` only the number is reported.
+    """No right port of a style, `known` or `held-out`, raises an alarm. Each is shown to be right
+    first; for the half `held-out` only the number is reported.
     """
     asked = [
         job
-        for job in jobs(["known", "apart"], [style])
+        for job in jobs(["known", "held-out"], [style])
         if job.id in RIGHTS and job.record.how.mode != "compile"
     ]
-    verdicts = list(map(judge, asked))
+    verdicts = list(map(verdict_on, asked))
     alarms = [verdict for verdict in verdicts if not is_clean(verdict)]
     assert [verdict["id"] for verdict in alarms if verdict["half"] == "known"] == []
     assert len(alarms) == 0
 
 
-@pytest.mark.parametrize("which", ["known", "apart"])
-def test_bugs_are_caught_and_mostly_placed(which):
-    """With stages, every sampled bug is caught, at least 90% are placed, and no name is wrong or
-    unclassified; for the half `apart` only the numbers are reported.
+@pytest.mark.parametrize("which", ["known", "held-out"])
+def test_bugs_are_caught_and_mostly_located(which):
+    """With stages, every sampled bug is caught, at least 90% are located, and no name is wrong or
+    unclassified; for the half `held-out` only the numbers are reported.
     """
     of_stages = [job for job in jobs([which]) if job.id in BUGS and not job.output_only]
-    verdicts = list(map(judge, of_stages[SOME]))
-    missed, placed = (
+    verdicts = list(map(verdict_on, of_stages[SOME]))
+    missed, num_located = (
         [verdict for verdict in verdicts if not is_caught(verdict)],
-        sum(map(is_placed, verdicts)),
+        sum(map(is_located, verdicts)),
     )
     assert [verdict["id"] for verdict in missed if which == "known"] == []
     assert len(missed) == 0
-    assert placed >= 0.9 * len(verdicts)
-    judgements = Counter(map(judged_names, verdicts))
-    assert judgements["wrong"] == 0
-    assert judgements["to be judged"] == 0
+    assert num_located >= 0.9 * len(verdicts)
+    grades = Counter(map(grade_of, verdicts))
+    assert grades["wrong"] == 0
+    assert grades["to be classified"] == 0
 
 
 def test_edit_without_effect_raises():
@@ -129,10 +129,10 @@ def test_wrong_output_is_not_right(monkeypatch):
 
 def test_verdict_of_bug_and_of_right_port():
     """A verdict on a bug names its first stage; one on a right port is clean."""
-    caught = judge(Job("nanogpt-no-scale"))
+    caught = verdict_on(Job("nanogpt-no-scale"))
     assert is_caught(caught)
     assert caught["first"] == caught["stage"] == "scores"
-    clean = judge(Job("nanogpt/gpt-0/float32/eager-wide-inf/plain"))
+    clean = verdict_on(Job("nanogpt/gpt-0/float32/eager-wide-inf/plain"))
     assert is_clean(clean)
     assert not is_caught(clean)
     assert first_said("output", ["attn_weights"]) == "attn_weights"
@@ -148,7 +148,7 @@ def test_every_bug_has_its_accepted_names():
 def named(which, *findings):
     """Classify the names of a verdict, each with the bugs from which it cannot be distinguished."""
     said = {"findings": [{"bugs": names, "others": others} for names, others in findings]}
-    return judged_names(
+    return grade_of(
         {"id": which, "names": [name for names, _ in findings for name in names], "said": said}
     )
 
@@ -166,7 +166,7 @@ def test_names_of_verdict_are_classified():
         named("nanogpt-no-scale", (["scale-squared"], [scale]), (["mask-ignored"], [])) == "wrong"
     )
     assert named("nanogpt-head-3-louder", (["scale-missing"], [scale])) == "wrong"
-    assert named("a bug of tomorrow", (["scale-missing"], [])) == "to be judged"
+    assert named("a bug of tomorrow", (["scale-missing"], [])) == "to be classified"
 
 
 def test_pairs_of_names_are_classified():
@@ -185,10 +185,10 @@ def test_pairs_of_names_are_classified():
 
 def test_jobs_are_selected_by_half_and_style():
     """Jobs of both halves of a style are disjoint and add up to all of its jobs."""
-    known, apart = jobs(["known"], ["mpt"]), jobs(["apart"], ["mpt"])
-    assert not set(known) & set(apart)
-    assert {job.record.style for job in known + apart} == {"mpt"}
-    assert len(known + apart) == len(jobs(["known", "apart"], ["mpt"]))
+    known, held_out = jobs(["known"], ["mpt"]), jobs(["held-out"], ["mpt"])
+    assert not set(known) & set(held_out)
+    assert {job.record.style for job in known + held_out} == {"mpt"}
+    assert len(known + held_out) == len(jobs(["known", "held-out"], ["mpt"]))
 
 
 def test_tool_prints_rates_and_verdicts(tmp_path):

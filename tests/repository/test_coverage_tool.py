@@ -38,7 +38,7 @@ def test_sweep_records_layers_and_resumes(tool, tmp_path, capsys):
         assert layer["rules"]["verdict"] == layer["identified"]["verdict"] == "right"
     names = {layer["name"]: layer for layer in rows["t5"]["layers"]}
     assert names["encoder.block.0.layer.0.SelfAttention"]["rules"]["verdict"] == "right"
-    assert names["encoder.block.1.layer.0.SelfAttention"]["rules"]["verdict"] == "refused"
+    assert names["encoder.block.1.layer.0.SelfAttention"]["rules"]["verdict"] == "rejected"
     assert "3 model types, 2 with attention, 1 without" in first
     tool["main"](["--types", "llama,t5,resnet", "--json", str(file)])
     assert capsys.readouterr().out == first

@@ -74,8 +74,8 @@ def block_of(text, language):
 def without_errors(text):
     """Return the text with # instead of errors, which depend on the machine."""
     number = r"\d+(\.\d+)?(e[+-]?\d+)?"
-    places = r"the error (of|falls|is) .*$|, \S+ times its budget$"
-    return re.sub(places, lambda found: re.sub(number, "#", found[0]), text, flags=re.MULTILINE)
+    ratios = r"the error (of|falls|is) .*$|, \S+ times its budget$"
+    return re.sub(ratios, lambda found: re.sub(number, "#", found[0]), text, flags=re.MULTILINE)
 
 
 # ---- Pages of bugs -------------------------------------------------------------------------------
@@ -322,9 +322,9 @@ def section_of(path, anchor):
         for match in re.finditer(r"^(#+) (.+)$", text, flags=re.MULTILINE)
         if not any(begin < match.start() < end for begin, end in inside_code)
     ]
-    for place, heading in enumerate(headings):
+    for index, heading in enumerate(headings):
         if re.sub(r"[^\w\- ]", "", heading[2].lower()).replace(" ", "-") == anchor:
-            later = [other for other in headings[place + 1 :] if len(other[1]) <= len(heading[1])]
+            later = [other for other in headings[index + 1 :] if len(other[1]) <= len(heading[1])]
             return text[heading.end() : later[0].start() if later else None]
     raise AssertionError(f"{path.name} has no heading {anchor}")
 
@@ -514,16 +514,16 @@ def test_a_private_import_is_found(code, found):
 # ---- Recipes -------------------------------------------------------------------------------------
 
 
-def test_recipes_name_existing_places():
+def test_recipes_name_existing_paths():
     """Files, folders and tables named in the recipes exist; `<…>` and xyz stand for additions."""
     recipes = (ROOT / "docs" / "contributing" / "extending.md").read_text("utf-8")
     rows = re.findall(r"^\| (`.+?) \| (.+) \|$", recipes, flags=re.MULTILINE)
     assert len(rows) > 20
     for cell, what in rows:
-        places = [ROOT / name for name in re.findall(r"`([\w./-]+)`", cell) if "xyz" not in name]
-        assert [str(path) for path in places if not path.exists()] == []
+        paths = [ROOT / name for name in re.findall(r"`([\w./-]+)`", cell) if "xyz" not in name]
+        assert [str(path) for path in paths if not path.exists()] == []
         files = [
-            file for path in places for file in ([path] if path.is_file() else path.rglob("*.py"))
+            file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))
         ]
         source = "".join(file.read_text("utf-8") for file in files)
         tables = re.findall(r"`([A-Z_]{3,})`", what) if files else []

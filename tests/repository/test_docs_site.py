@@ -492,8 +492,8 @@ def test_results_are_reduced_to_page_data():
         {"name": "x", "missing": "", "answers": answers},
         {"name": "y", "missing": "no y", "answers": []},
     ]
-    kept = {"subjects": [{"name": "x", "answers": {"mask": ["ok", "True hides"]}}]}
-    assert measure.of_conformance({"subjects": subjects}) == kept
+    summary = {"subjects": [{"name": "x", "answers": {"mask": ["ok", "True hides"]}}]}
+    assert measure.of_conformance({"subjects": subjects}) == summary
 
 
 def test_terminal_picture_has_contrast():
@@ -768,8 +768,8 @@ def test_labels_are_moved_apart_in_order():
     """
     import plots
 
-    placed = plots.apart([1.0, 0.0, 1.1], 0.5)
-    assert placed == pytest.approx([0.8, 0.0, 1.3])
+    spread = plots.apart([1.0, 0.0, 1.1], 0.5)
+    assert spread == pytest.approx([0.8, 0.0, 1.3])
 
 
 def test_page_lists_every_measurement_file():

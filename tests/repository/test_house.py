@@ -106,8 +106,23 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-VAGUE = {"found", "held", "told", "said", "unsaid", "beside", "asked", "lent", "seen", "given"}
-"""Names that say where a value comes from, or nothing, but not what it is."""
+VAGUE = {
+    *(
+        "found",
+        "held",
+        "told",
+        "said",
+        "unsaid",
+        "beside",
+        "asked",
+        "lent",
+        "seen",
+        "given",
+        "kept",
+    ),
+    *("judge", "judged", "law", "laws", "place", "places", "refusal", "refused"),
+}
+"""Names that say where a value comes from, or nothing, but not what it is; and words of dialect."""
 
 
 def vague_names(source):

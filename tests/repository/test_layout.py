@@ -94,7 +94,7 @@ def repeated_helpers(sources: dict[str, ast.Module]) -> list[list[str]]:
         for function in functions_in(module):
             if not function.name.startswith("test_") and len(function.body) > 1:
                 by_code[without_docstring(function)].append(f"{path}: {function.name}")
-    return [places for places in by_code.values() if len(places) > 1]
+    return [files for files in by_code.values() if len(files) > 1]
 
 
 def test_helpers_are_defined_once():

@@ -243,7 +243,7 @@ def test_impossible_sample_is_an_error(suite, sampled, problem):
 
 @pytest.mark.parametrize("mark", ["thorough", "nightly"])
 def test_thorough_row_in_sample_is_an_error(suite, mark):
-    """A sampled test with a row marked thorough is an error: two places would determine
+    """A sampled test with a row marked thorough is an error: two decisions would determine
     whether it runs.
     """
     suite.makepyfile(

@@ -321,9 +321,9 @@ def is_shared(name, file):
     )
 
 
-def _is_in(file, place):
+def _is_in(file, folder):
     """Return True if a path is a file, or a folder that contains it."""
-    return file == place or (place.endswith("/") and file.startswith(place))
+    return file == folder or (folder.endswith("/") and file.startswith(folder))
 
 
 def all_of(name):
@@ -551,14 +551,14 @@ def test_public_names_are_defined_in_modules(name):
         if isinstance(node, ast.ImportFrom):
             public = [alias for alias in node.names if not (alias.asname or "").startswith("_")]
             imported |= {alias.name for alias in public}
-            place = "/".join(node.module.split(".")[1:])
-            inside = folder(name) / place
+            path = "/".join(node.module.split(".")[1:])
+            inside = folder(name) / path
             if inside.is_dir():
                 there = {path.stem for path in inside.iterdir()} | set(
-                    definitions(name, f"{place}/__init__.py")
+                    definitions(name, f"{path}/__init__.py")
                 )
             else:
-                there = set(definitions(name, f"{place}.py"))
+                there = set(definitions(name, f"{path}.py"))
             assert not [alias.name for alias in node.names if alias.name not in there]
     assert imported == set(all_of(name))
 

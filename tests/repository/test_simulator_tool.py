@@ -52,7 +52,7 @@ def python(tmp_path):
     return path
 
 
-def refused(capsys, tool, *arguments):
+def message_of(capsys, tool, *arguments):
     assert tool.main([str(argument) for argument in arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""  # a shell evaluates standard output as an environment
@@ -62,7 +62,7 @@ def refused(capsys, tool, *arguments):
 def test_unknown_library_name_is_rejected(capsys, tool, tmp_path):
     """A library named libttsim.so exits with status 2 and an error with the valid names."""
     (tmp_path / "libttsim.so").write_bytes(ELF)
-    message = refused(capsys, tool, tmp_path / "libttsim.so")
+    message = message_of(capsys, tool, tmp_path / "libttsim.so")
     assert refuses("the simulator", "libttsim.so'").is_printed_in(message)
     assert [
         name for name in ("libttsim_bh.so", "libttsim_wh.so", "wolfpine") if name not in message
@@ -72,20 +72,20 @@ def test_unknown_library_name_is_rejected(capsys, tool, tmp_path):
 def test_missing_library_is_rejected(capsys, tool, tmp_path):
     """A library that does not exist exits with status 2 and an error with its name."""
     assert refuses("the simulator", "libttsim_wh.so'").is_printed_in(
-        refused(capsys, tool, tmp_path / "libttsim_wh.so")
+        message_of(capsys, tool, tmp_path / "libttsim_wh.so")
     )
 
 
 def test_non_elf_library_is_rejected(capsys, tool, library):
     """A file that is not an ELF library exits with status 2 and an error with its path."""
     library.write_text("<html>not found</html>")
-    assert refuses("the simulator", str(library)).is_printed_in(refused(capsys, tool, library))
+    assert refuses("the simulator", str(library)).is_printed_in(message_of(capsys, tool, library))
 
 
 def test_wrong_sha256_is_rejected(capsys, tool, library):
     """A library with a different SHA-256 exits with status 2 and an error with both."""
     found = hashlib.sha256(ELF).hexdigest()
-    message = refused(capsys, tool, library, "--sha256", "0" * 64)
+    message = message_of(capsys, tool, library, "--sha256", "0" * 64)
     assert refuses("the simulator", found, where="tt-simulator").is_printed_in(message)
     assert "0" * 64 in message
 
@@ -94,9 +94,9 @@ def test_mismatched_options_are_rejected(capsys, tool, library):
     """--arch with a library, and --sha256 with wolfpine, exit with status 2 and an error with
     the option.
     """
-    assert refuses("--arch", "wh").is_printed_in(refused(capsys, tool, library, "--arch", "wh"))
+    assert refuses("--arch", "wh").is_printed_in(message_of(capsys, tool, library, "--arch", "wh"))
     assert refuses("--sha256", "wolfpine").is_printed_in(
-        refused(capsys, tool, "wolfpine", "--sha256", "0" * 64)
+        message_of(capsys, tool, "wolfpine", "--sha256", "0" * 64)
     )
 
 
@@ -108,7 +108,7 @@ def test_python_without_ttnn_is_rejected(capsys, tool, library, tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho\n")
     (tmp_path / "python").chmod(0o755)
     for name in ("python", "none"):
-        message = refused(capsys, tool, library, "--python", tmp_path / name)
+        message = message_of(capsys, tool, library, "--python", tmp_path / name)
         assert refuses("--python", str(tmp_path / name)).is_printed_in(message)
 
 
@@ -133,10 +133,10 @@ def test_library_is_set_up_with_environment(capsys, tool, library, python, tmp_p
         ["sh", "-c", f"{printed.out}env"], capture_output=True, text=True, check=True, env={}
     )
     environment = dict(line.split("=", 1) for line in shell.stdout.splitlines())
-    placed = Path(environment["TT_METAL_SIMULATOR"])
-    assert placed == folder / arch / library.name
-    assert placed.read_bytes() == ELF
-    assert (placed.parent / "soc_descriptor.yaml").read_text().startswith(arch)
+    installed = Path(environment["TT_METAL_SIMULATOR"])
+    assert installed == folder / arch / library.name
+    assert installed.read_bytes() == ELF
+    assert (installed.parent / "soc_descriptor.yaml").read_text().startswith(arch)
     root = Path(environment["TT_METAL_RUNTIME_ROOT"])
     assert all(
         (root / link).is_dir() for link in ("tt_metal", "ttnn", "runtime/hw", "runtime/sfpi")
@@ -148,7 +148,7 @@ def test_library_is_set_up_with_environment(capsys, tool, library, python, tmp_p
 def test_wheel_with_wrong_sha256_raises(tool, tmp_path):
     """A wheel with a different SHA-256 raises an error with its name and the expected SHA-256."""
     (tmp_path / "a.whl").write_bytes(b"another")
-    with pytest.raises(tool.Refused, match=r"a\.whl.*1f25.*"):
+    with pytest.raises(tool.SimulatorError, match=r"a\.whl.*1f25.*"):
         tool.check_sha256(tmp_path / "a.whl", tool.WOLFPINE[2])
 
 
@@ -185,7 +185,7 @@ def test_compiler_is_found_in_last_frame(tool, tmp_path):
 @needs_zstd
 def test_library_without_compiler_raises(tool, tmp_path):
     """Unpacking a library whose frames have no compiler raises an error about it."""
-    with pytest.raises(tool.Refused, match="compiler"):
+    with pytest.raises(tool.SimulatorError, match="compiler"):
         tool.unpack(compressed(archive(runtime__other=b"1")), tmp_path)
 
 
@@ -211,7 +211,7 @@ def test_unknown_division_code_raises(tool):
     raises an error.
     """
     assert "_divided" in tool.with_division("\n".join(tool.REPLACED))
-    with pytest.raises(tool.Refused, match="wolfpine"):
+    with pytest.raises(tool.SimulatorError, match="wolfpine"):
         tool.with_division("result = rs1_val // rs2_val")
 
 

@@ -480,8 +480,8 @@ def test_unmapped_mutant_raises(mutants, tmp_path, monkeypatch):
 
 def test_probes_keep_what_code_does(tmp_path, monkeypatch):
     """A probe runs before its statement, also in a branch and at import; docstrings stay."""
-    places = {"if": ["m.py", 4], "else": ["m.py", 7], "import": ["m.py", 1]}
-    (tmp_path / "places.json").write_text(json.dumps(places))
+    lines = {"if": ["m.py", 4], "else": ["m.py", 7], "import": ["m.py", 1]}
+    (tmp_path / "lines.json").write_text(json.dumps(lines))
     monkeypatch.setenv("MUTANTS_FOLDER", str(tmp_path))
     monkeypatch.setenv("MUTANTS_MAP", str(tmp_path))
     monkeypatch.delenv("MUTANTS_TEST", raising=False)

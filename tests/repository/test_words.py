@@ -1,9 +1,12 @@
 """Pages, docstrings, comments and messages contain no idioms of translated English."""
 
 import re
+from typing import is_typeddict
 
 import pytest
 from helpers import ROOT
+
+from parity.use.reporting import schemas
 
 FOLDERS = (
     "parity",
@@ -112,7 +115,7 @@ IDIOMS = {
         "'values', 'elements', 'parameters', 'floats'",
     ),
     "4 %": (
-        r"\d %|(?<![\d.,^])\b\d{1,3} \d{3}\b(?! ?[\dx×])|\bsome \d",
+        r"\d %|(?<![\d.,^\[])\b\d{1,3} \d{3}\b(?! ?[\dx×])|\bsome \d",
         "'4%', '70,000', 'about 30'",
     ),
     "normalise": (
@@ -128,10 +131,34 @@ PAGE_IDIOMS = {
 }
 """Idioms that pages do not contain, in addition to `IDIOMS`."""
 
+SHORT_IDIOMS = {
+    "law": (r"\blaws?\b", "'pattern'"),
+    "place": (r"\bplaces?\b", "'location', 'position', 'index'"),
+    "apart": (r"\bapart\b", "'independent', 'different', 'held-out'"),
+    "asked": (r"\basked\b", "'checked', 'requested'"),
+    "judged": (r"\bjudge(?:d|s|ment|ments)?\b", "'compared', 'checked'"),
+    "kept": (r"\bkept\b", "'copied', 'unchanged', or what is kept"),
+    "seen": (r"\bseen\b", "'observed'"),
+    "told": (r"\b(?:told|said|given|held)\b", "'passed', 'reported', 'stored'"),
+    "refused": (r"\brefus(?:ed|es|als?)\b", "'rejected', 'reason', 'input errors'"),
+    "normalise": IDIOMS["normalise"],
+}
+"""Dialect in texts of one or two words: labels, JSON keys and names of files."""
+
 PATTERNS = {
     name: re.compile(pattern, re.MULTILINE)
     for name, (pattern, _) in {**IDIOMS, **PAGE_IDIOMS}.items()
 }
+
+SHORT_PATTERNS = {
+    name: re.compile(pattern, re.IGNORECASE) for name, (pattern, _) in SHORT_IDIOMS.items()
+}
+
+CODE_CELL = re.compile(r"^( *)```(?:python|\{code-cell\})\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+"""A cell or block of Python in a page."""
+
+SHORT = re.compile(r"[A-Za-z]+(?: [A-Za-z]+)?")
+"""A text of one or two words, unlike paths, names of bugs and codes."""
 
 LEXEME = re.compile(
     r'(?P<docstring>^[ \t]*"""(?:[^\\]|\\.)*?""")'
@@ -166,29 +193,75 @@ def lexemes(source: str) -> dict[str, str]:
     return {kind: prose("\n\n".join(found)) for kind, found in texts.items()}
 
 
-def texts() -> dict[str, str]:
-    """Return the prose of each page, and the docstrings, comments and messages of each module, by
-    path.
-    """
-    pages = [
-        ROOT / name
-        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")
-    ]
-    pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "parity" / "bugs").glob("*.md")]
-    found = {}
-    for path in pages:
+def labels(source: str) -> str:
+    """Return the strings of one or two words in a module, one per line."""
+    short_texts = []
+    for lexeme in LEXEME.finditer(source):
+        if lexeme.lastgroup == "string":
+            text = re.sub(r"\{[^{}]*\}", "", lexeme[0])  # values of f-strings
+            short_texts.append(text.strip("\"' :"))
+    return "\n".join(text for text in short_texts if SHORT.fullmatch(text))
+
+
+def code_in(page: str) -> str:
+    """Return the Python code of a page."""
+    return "\n\n".join(cell[2] for cell in CODE_CELL.finditer(page))
+
+
+def pages() -> dict[str, str]:
+    """Return the part of each page that is written by hand, by path."""
+    names = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")
+    paths = [ROOT / name for name in names]
+    paths += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "parity" / "bugs").glob("*.md")]
+    by_hand = {}
+    for path in paths:
         if path.name not in GENERATED:
-            by_hand, _, _ = path.read_text("utf-8").partition(GENERATED_BELOW)
-            found[path] = prose(by_hand)
-    modules = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    programs = [
-        path
-        for path in (ROOT / "tools").iterdir()
-        if path.is_file() and not path.suffix and path.name not in RECORDED
-    ]
-    for path in (*modules, *programs, ROOT / "Makefile", ROOT / ".ci" / "run"):
-        found[path] = "\n\n".join(lexemes(path.read_text("utf-8")).values())
-    return {str(path.relative_to(ROOT)): text for path, text in found.items()}
+            text, _, _ = path.read_text("utf-8").partition(GENERATED_BELOW)
+            by_hand[str(path.relative_to(ROOT))] = text
+    return by_hand
+
+
+def modules() -> dict[str, str]:
+    """Return the source of each module and program outside of tests, by path."""
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    for path in (ROOT / "tools").iterdir():
+        if path.is_file() and not path.suffix and path.name not in RECORDED:
+            paths.append(path)
+    paths += [ROOT / "Makefile", ROOT / ".ci" / "run"]
+    return {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in paths}
+
+
+def texts() -> dict[str, str]:
+    """Return the prose of each page with its code cells, and the docstrings, comments and messages
+    of each module, by path.
+    """
+    texts_by_path = {}
+    for path, page in pages().items():
+        in_code = "\n\n".join(lexemes(code_in(page)).values())
+        texts_by_path[path] = f"{prose(page)}\n\n{in_code}"
+    for path, source in modules().items():
+        texts_by_path[path] = "\n\n".join(lexemes(source).values())
+    return texts_by_path
+
+
+def short_texts() -> dict[str, str]:
+    """Return the labels of each module and of the code of each page, the keys of JSON and the names
+    of files, one per line, by what they belong to.
+    """
+    texts_by_path = {path: labels(source) for path, source in modules().items()}
+    for path, page in pages().items():
+        texts_by_path[path] = labels(code_in(page))
+    for name, record in vars(schemas).items():
+        if is_typeddict(record):
+            keys = [key.replace("_", " ") for key in record.__annotations__]
+            texts_by_path[f"keys of {name}"] = "\n".join(keys)
+    names = []
+    for folder in (*FOLDERS, "docs", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".md") or path.parent == ROOT / "tools":
+                names.append(re.sub(r"[-_]", " ", path.stem))
+    texts_by_path["names of files"] = "\n".join(names)
+    return texts_by_path
 
 
 def idioms_in(texts_by_path: dict[str, str]) -> list[str]:
@@ -203,9 +276,26 @@ def idioms_in(texts_by_path: dict[str, str]) -> list[str]:
     return lines
 
 
+def short_idioms_in(texts_by_path: dict[str, str]) -> list[str]:
+    """Return a line for each short text in dialect, with its replacement."""
+    lines = []
+    for path, text in texts_by_path.items():
+        for name, (_, replacement) in SHORT_IDIOMS.items():
+            for line in text.splitlines():
+                if SHORT_PATTERNS[name].search(line):
+                    lines.append(f"{path}: {line!r}: write {replacement}")
+    return lines
+
+
 def test_prose_has_no_idioms():
     """No page, docstring, comment or message outside of tests has an idiom of IDIOMS."""
     hits = idioms_in(texts())
+    assert not hits, "\n".join(hits)
+
+
+def test_short_texts_have_no_dialect():
+    """No label, JSON key or name of a file has a word of SHORT_IDIOMS."""
+    hits = short_idioms_in(short_texts())
     assert not hits, "\n".join(hits)
 
 
@@ -268,3 +358,23 @@ def test_code_is_not_prose():
     assert spelling.findall(read["docstrings"]) == ["licence"]
     assert spelling.findall(read["messages"]) == ["licence"]
     assert not spelling.search(prose("```\na licence\n```\n`licence` [a](licence.md)"))
+
+
+def test_code_cells_are_read():
+    """Comments, docstrings and messages in the Python of a page are read, and its labels; blocks
+    of output are not.
+    """
+    page = "A page.\n\n```python\nx = 'law'  # a licence\n```\n\n```\na licence\n```\n"
+    code = code_in(page)
+    assert PATTERNS["normalise"].findall(lexemes(code)["docstrings"]) == ["licence"]
+    assert labels(code) == "law"
+
+
+def test_labels_are_short_strings():
+    """A label is a string of one or two words, also before a value and with padding; paths, names
+    of bugs and sentences are not labels.
+    """
+    source = 'f"  law       {x}", "as seen", "mean-kept", "a.law", "it is the law", "Kept:"'
+    assert labels(source).splitlines() == ["law", "as seen", "Kept"]
+    assert len(short_idioms_in({"m.py": labels(source)})) == 3
+    assert not short_idioms_in({"m.py": "placement\nlawful\nunchanged"})

@@ -15,10 +15,10 @@ AXES, T = (2, 3), 5
 LENGTHS = np.array([[5, 0, 2], [4, 1, 5]], np.int32)
 
 
-def merged(x, num_kept):
+def merged(x, num_unmerged):
     """The array with its batch axes merged into one."""
-    kept = x.shape[x.ndim - num_kept :]
-    return np.broadcast_to(x, (*AXES, *kept)).reshape(math.prod(AXES), *kept)
+    unmerged = x.shape[x.ndim - num_unmerged :]
+    return np.broadcast_to(x, (*AXES, *unmerged)).reshape(math.prod(AXES), *unmerged)
 
 
 def assert_same(sibling, x, options, of_one, axes):

@@ -950,15 +950,15 @@ def test_attention_weights_precede_dropout(sibling):
 def test_function_drops_in_training_only(sibling, path, rates):
     """A function drops in training, and otherwise has the output of a function without dropout."""
     arrays, spec = problem(SPEC, sibling.kernel_dtype), SPEC.replace(**rates)
-    kept = sibling.attended(path, SPEC, arrays)
-    assert np.array_equal(sibling.attended(path, spec, arrays), kept)
+    undropped = sibling.attended(path, SPEC, arrays)
+    assert np.array_equal(sibling.attended(path, spec, arrays), undropped)
     options = {"training": True, **sibling.seeded("multi_head_attention")}
     trained = sibling.attended(path, spec, arrays, **options)
-    assert np.abs(trained - kept).max() > 1e-3
+    assert np.abs(trained - undropped).max() > 1e-3
     if "output_dropout" in rates:
         is_dropped = trained == 0.0
         assert is_dropped.any()
-        assert np.array_equal(trained[~is_dropped], 2 * kept[~is_dropped])
+        assert np.array_equal(trained[~is_dropped], 2 * undropped[~is_dropped])
 
 
 def test_given_dropout_keeps_and_doubles(sibling):

@@ -59,7 +59,7 @@ def test_message_has_argument_and_values():
         ),
     ],
 )
-def test_each_part_has_its_place(refusal, text):
+def test_each_part_has_its_position(refusal, text):
     """Each part of an error is at its position in the message, in the expected words."""
     assert str(refusal) == text
 
@@ -102,9 +102,12 @@ def test_long_part_loses_its_middle(field):
     the message has at most MAX_LENGTH characters.
     """
     long = "<" + "x" * 300_000 + ">"
-    parts = {"argument": "the argument", "rule": "be short", "where": "place", "hint": "advice"} | {
-        field: long
-    }
+    parts = {
+        "argument": "the argument",
+        "rule": "be short",
+        "where": "location",
+        "hint": "advice",
+    } | {field: long}
     got = {"got": {"value": parts.get("got", 7)}, "text": parts.get("text", "")}[
         "text" if field == "text" else "got"
     ]

@@ -43,20 +43,20 @@ def keep(device, monkeypatch, **options):
 
 
 @pytest.fixture
-def kept(device, monkeypatch):
+def recorded_program(device, monkeypatch):
     return keep(device, monkeypatch)
 
 
-def test_same_program_replays_recording(device, kept):
+def test_same_program_replays_recording(device, recorded_program):
     """A replay of the same program returns the recorded values."""
-    with recording.replayed(kept) as replay:
+    with recording.replayed(recorded_program) as replay:
         assert np.array_equal(program(device), 2 * X + 1)
     assert replay.differs == ""
 
 
-def test_upload_within_rounding_is_unchanged(device, kept):
+def test_upload_within_rounding_is_unchanged(device, recorded_program):
     """An upload that differs by a factor of 1 + 1e-7 is replayed as the same program."""
-    with recording.replayed(kept) as replay:
+    with recording.replayed(recorded_program) as replay:
         assert np.array_equal(program(device, x=X * (1 + 1e-7)), 2 * X + 1)
     assert replay.differs == ""
 
@@ -78,9 +78,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("options", "told"), OTHERS.values(), ids=list(OTHERS))
-def test_different_program_is_reported(device, kept, options, told):
+def test_different_program_is_reported(device, recorded_program, options, told):
     """A different program gets golden values, and the replay names the first step that differs."""
-    with recording.replayed(kept) as replay:
+    with recording.replayed(recorded_program) as replay:
         found = program(device, **options)
     expected = options.get("x", X) * options.get("factor", 2.0) ** options.get("times", 1)
     assert np.array_equal(found, expected)
@@ -97,20 +97,26 @@ def test_operations_on_other_tensors_differ(device, monkeypatch):
     assert re.match(r"step 4 is 'ttnn.multiply #1 .* and was 'ttnn.multiply #2 ", replay.differs)
 
 
-def test_program_that_ends_early_is_reported(device, kept):
+def test_program_that_ends_early_is_reported(device, recorded_program):
     """A program that ends before the recording is reported with the missing step."""
-    with recording.replayed(kept) as replay:
+    with recording.replayed(recorded_program) as replay:
         mha_tt.upload(X, device=device, dtype=ttnn.float32)
     assert replay.differs.startswith("step 3 is the end and was 'ttnn.multiply")
 
 
-def test_recording_round_trips_through_file(tmp_path, kept):
+def test_recording_round_trips_through_file(tmp_path, recorded_program):
     """A saved recording is loaded with the same lines, sums, arrays and origin."""
-    made = replace(kept, made_on="a simulated board")
+    made = replace(recorded_program, made_on="a simulated board")
     made.save(tmp_path / "a.npz")
     found = Recording.load(tmp_path / "a.npz")
-    assert (found.lines, found.sums, found.made_on) == (kept.lines, kept.sums, "a simulated board")
-    assert all(np.array_equal(a, b) for a, b in zip(found.arrays, kept.arrays, strict=True))
+    assert (found.lines, found.sums, found.made_on) == (
+        recorded_program.lines,
+        recorded_program.sums,
+        "a simulated board",
+    )
+    assert all(
+        np.array_equal(a, b) for a, b in zip(found.arrays, recorded_program.arrays, strict=True)
+    )
 
 
 def test_recording_on_mock_board_raises(device):

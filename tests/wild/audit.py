@@ -40,7 +40,7 @@ class Measured:
 
     Attributes:
         stage: the first stage that differs by more than ten times rounding.
-        limited: the places of that stage at which it does, by axis, unless they are all places.
+        limited: the indices of that stage at which it does, by axis, unless they are all of its indices.
         in_output: whether any output does.
     """
 
@@ -64,13 +64,13 @@ def in_order(names: Recorded) -> list[str]:
     backward pass.
     """
 
-    def place(name: str) -> tuple[int, int]:
+    def position(name: str) -> tuple[int, int]:
         stage = stage_named(name)
         if stage.is_gradient:
             return 0, len(ORDER) + BACKWARD.index(stage.quantity)
         return stage.step or 0, ORDER.index(stage.kind)
 
-    return sorted(names, key=place)
+    return sorted(names, key=position)
 
 
 def measured(bug: Bug) -> Measured:

@@ -55,7 +55,7 @@ def jobs(halves: Iterable[str], styles: Iterable[str] = (), only: Iterable[str] 
     return sorted(found, key=lambda job: zlib.crc32(f"order {job.id}".encode()))
 
 
-def judge(job: Job) -> Verdict:
+def verdict_on(job: Job) -> Verdict:
     """Return the verdict of the diagnosis, together with the facts about its record."""
     record = job.record
     verdict: Verdict = {"id": job.id, "half": half(job.id), "style": record.style, "kind": record.kind}
@@ -66,7 +66,7 @@ def judge(job: Job) -> Verdict:
         "output_only": job.output_only,
     }
     if isinstance(record, Bug):
-        verdict |= {"says": record.says, "stage": record.stage, "limited": dict(record.limited), "law": record.law}
+        verdict |= {"says": record.says, "stage": record.stage, "limited": dict(record.limited), "pattern": record.pattern}
         verdict["in_output"] = record.in_output
         observed, problem = record.observed(output_only=job.output_only), record.problem
     else:
@@ -131,12 +131,12 @@ def is_caught(verdict: Verdict) -> bool:
     return verdict["verdict"] not in ("gave up", "error") and not is_clean(verdict)
 
 
-def is_placed(verdict: Verdict) -> bool:
-    """Return whether it names a bug, or reports the place or the pattern of the first stage that differs."""
+def is_located(verdict: Verdict) -> bool:
+    """Return whether it names a bug, or reports the location or the pattern of the first stage that differs."""
     unnamed = [each for each in verdict.get("said", {}).get("findings", []) if not each["bugs"]]
     description = unnamed[0]["description"] if unnamed else None
     is_somewhere = description is not None and (
-        description["place"]["words"] != "everywhere" or any("are NaN: only" in sign for sign in description["signs"])
+        description["location"]["words"] != "everywhere" or any("are NaN: only" in sign for sign in description["signs"])
     )
     return bool(verdict["names"]) or is_somewhere or bool(description and description["patterns"])
 
@@ -146,11 +146,11 @@ def _named(verdict: Verdict) -> list[dict[str, Any]]:
     return [finding for finding in verdict["said"]["findings"] if finding["bugs"]]
 
 
-JUDGEMENTS = ("right", "one of several", "wrong", "none given", "to be judged")
+GRADES = ("right", "one of several", "wrong", "none given", "to be classified")
 
 
-def judged_names(verdict: Verdict) -> str:
-    """Return whether the names given for a bug are right: one of `JUDGEMENTS`.
+def grade_of(verdict: Verdict) -> str:
+    """Return whether the names given for a bug are right: one of `GRADES`.
 
     A pattern of a family has pages instead of a name: it is right if all of its pages are. `one of several`: if names
     are wrong, the diagnosis reports that it cannot distinguish them from a right one. An order of heads has no words
@@ -159,7 +159,7 @@ def judged_names(verdict: Verdict) -> str:
     if not verdict["names"]:
         return "none given"
     if verdict["id"] not in ACCEPTED:
-        return "to be judged"
+        return "to be classified"
     accepted, pages = ACCEPTED[verdict["id"]], ACCEPTED_PAGES[verdict["id"]]
     known = [each for each in _named(verdict) if not _is_pattern(each)]
     patterns = [each for each in _named(verdict) if _is_pattern(each)]

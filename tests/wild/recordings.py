@@ -122,7 +122,7 @@ def dirty_slots(noted: Recorded, problem: Problem) -> Recorded:
     return found
 
 
-def in_place_of(**others: str) -> Recording:
+def recorded_as(**others: str) -> Recording:
     """Stages under whose name a different value was recorded."""
 
     def record(noted: Recorded, problem: Problem) -> Recorded:
@@ -194,11 +194,11 @@ RECORDINGS: dict[str, Recording] = {
     "flat": changed(QKVC, flat),
     "heads-into-batch": changed((*QKVC, "scores", "attn_weights"), heads_into_batch),
     "batch-second": batch_second,
-    "before-rope": in_place_of(q="q.before_rope", k="k.before_rope"),
-    "before-norm": in_place_of(q="q.before_norm", k="k.before_norm"),
-    "kv-repeated": in_place_of(k="k.repeated", v="v.repeated"),
-    "scores-unscaled": in_place_of(scores="scores.unscaled"),
-    "scores-masked": in_place_of(scores="scores.masked"),
+    "before-rope": recorded_as(q="q.before_rope", k="k.before_rope"),
+    "before-norm": recorded_as(q="q.before_norm", k="k.before_norm"),
+    "kv-repeated": recorded_as(k="k.repeated", v="v.repeated"),
+    "scores-unscaled": recorded_as(scores="scores.unscaled"),
+    "scores-masked": recorded_as(scores="scores.masked"),
     "mask-t-s": changed(("mask",), lambda mask: mask[0, 0]),
     "mask-broadcast": changed(("mask",), lambda mask: mask[:, :1]),
     "mask-visible": changed(("mask",), np.logical_not),

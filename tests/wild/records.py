@@ -84,8 +84,8 @@ class Bug:
         edit: the text that is replaced, which stands once in the port, and what replaces it.
         says: what is wrong, in a sentence.
         stage: the first stage that is wrong, of those that are recorded.
-        limited: where that stage is wrong, if it is only in some places: indices by the letter of the axis.
-        law: the map from the right values to the wrong ones, if a few words describe it.
+        limited: where that stage is wrong, if it is only in a part: indices by the letter of the axis.
+        pattern: the map from the right values to the wrong ones, if a few words describe it.
         in_output: whether the output is wrong at all.
         dtype: of weights and inputs.
         recording: the stages that are diagnosed, in addition to the output alone.
@@ -99,7 +99,7 @@ class Bug:
     says: str
     stage: str
     limited: Mapping[str, tuple[int, ...]]
-    law: str
+    pattern: str
     in_output: bool
     dtype: str
     recording: str
@@ -127,10 +127,10 @@ WITH_THE_CATALOGUE = ("serve", "ring", "left", "quantized")
 
 
 def half(name: str) -> str:
-    """`known`, which may be looked at while the diagnosis is improved, or `apart`, of which only rates may."""
+    """`known`, which may be looked at while the diagnosis is improved, or `held-out`, of which only rates may."""
     if name.startswith(WITH_THE_CATALOGUE):
         return "known"
-    return "known" if zlib.crc32(f"wild {name}".encode()) % 2 else "apart"
+    return "known" if zlib.crc32(f"wild {name}".encode()) % 2 else "held-out"
 
 
 def port_of(style: str, edit: tuple[str, str] | None = None) -> Callable[[Problem, How], Mapping[str, Any]]:

@@ -96,7 +96,7 @@ async function check(page) {
       const result = width === LAPTOP ? { violations: [], passes: [] } : await tab.evaluate(run);
       for (const { id, impact, nodes } of result.violations) {
         const first = { first: nodes[0].html.slice(0, 200), why: nodes[0].failureSummary };
-        found.violations.push({ view, id, impact, places: nodes.length, ...first });
+        found.violations.push({ view, id, impact, elements: nodes.length, ...first });
       }
       found.views.push({ view, overflow, passes: result.passes.length });
       await context.close();

@@ -138,9 +138,9 @@ def faults(found: dict) -> list[str]:
     ]
 
 
-def unseen(found: dict) -> list[str]:
+def undetected(found: dict) -> list[str]:
     """Describe the faults of the control page that were missed."""
-    seen = {
+    detected = {
         "the request": "http://127.0.0.1:9/x.png" in found["requests"],
         "the error": any("oops" in error for error in found["errors"]),
         "the faults of the picture and of the color": {"image-alt", "color-contrast"}
@@ -150,7 +150,7 @@ def unseen(found: dict) -> list[str]:
         **{f"what looks wrong: {words}": words in " ".join(found["looks"]) for words in LOOKS},
         "the status": found["status"] == 1,
     }
-    return [f"not detected: {what}" for what, is_seen in seen.items() if not is_seen]
+    return [f"not detected: {what}" for what, is_detected in detected.items() if not is_detected]
 
 
 def make_pages(folder: Path) -> None:
@@ -199,7 +199,7 @@ def main(folder: Path, *, every_page: bool = False, screenshots: bool = False) -
     try:
         install(folder)
         make_pages(folder)
-        looks = {"failed.html": faults, "hostile.html": faults, "control.html": unseen}
+        looks = {"failed.html": faults, "hostile.html": faults, "control.html": undetected}
         found = found_by(folder, list(looks), screenshots=screenshots)
         wrong = [f"{name}: {what}" for name, look in looks.items() for what in look(found[name])]
         if SITE.is_dir():

@@ -56,23 +56,23 @@ def of_selftest(found: dict) -> dict:
 
 def of_diagnosis_rates(verdicts: list) -> dict:
     """The counts of each half."""
-    from wild.rates import JUDGEMENTS, is_caught, is_clean, is_placed, judged_names
+    from wild.rates import GRADES, grade_of, is_caught, is_clean, is_located
 
     halves = {}
-    for half in ("known", "apart"):
+    for half in ("known", "held-out"):
         rights = [each for each in verdicts if each["half"] == half and each["is_right"]]
         counts = {"rights": len(rights), "false_alarms": sum(not is_clean(each) for each in rights)}
         for prefix, output_only in (("", False), ("output_", True)):
             bugs = [each for each in verdicts if each["half"] == half and not each["is_right"]]
             bugs = [each for each in bugs if each["output_only"] == output_only]
             bugs = [each for each in bugs if each["in_output"] or not output_only]
-            judged = [judged_names(each) for each in bugs]
+            names_graded = [grade_of(each) for each in bugs]
             counts |= {
                 f"{prefix}bugs": len(bugs),
                 f"{prefix}caught": sum(map(is_caught, bugs)),
                 f"{prefix}named": sum(bool(each["names"]) for each in bugs),
-                f"{prefix}judged": [judged.count(name) for name in JUDGEMENTS[:3]],
-                f"{prefix}placed": sum(map(is_placed, bugs)),
+                f"{prefix}graded": [names_graded.count(name) for name in GRADES[:3]],
+                f"{prefix}located": sum(map(is_located, bugs)),
             }
             if not output_only:
                 counts["first"] = sum(each.get("first") == each["stage"] for each in bugs)
@@ -80,7 +80,7 @@ def of_diagnosis_rates(verdicts: list) -> dict:
     return {"halves": halves}
 
 
-KEPT = {
+SUMMARIES = {
     "conformance": of_conformance,
     "selftest": of_selftest,
     "diagnosis-rates": of_diagnosis_rates,
@@ -109,10 +109,14 @@ def main() -> None:
                 sys.exit(status or 1)
         found = json.loads(results.read_text("utf-8"))
     packages = {name: metadata.version(name).partition("+")[0] for name in PACKAGES[given.name]}
-    kept = {"command": COMMANDS[given.name], "packages": packages, **KEPT[given.name](found)}
+    summary = {
+        "command": COMMANDS[given.name],
+        "packages": packages,
+        **SUMMARIES[given.name](found),
+    }
     path = ROOT / "docs" / "data" / f"{given.name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    path.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", "utf-8")
     print(path.relative_to(ROOT))
 
 

@@ -182,13 +182,13 @@ RATES = {
     "detected": "caught",
     "first wrong stage reported first": "first",
     "identified, with a page": "named",
-    "… rightly, as one of several, wrongly": "judged",
-    "identified, or its position or pattern found": "placed",
+    "… rightly, as one of several, wrongly": "graded",
+    "identified, or its position or pattern found": "located",
     "**from the output alone:** bugs that change it": "output_bugs",
     "detected from the output": "output_caught",
     "identified from the output": "output_named",
-    "… rightly, as one of several, wrongly, from the output": "output_judged",
-    "identified, or its position or pattern found, from the output": "output_placed",
+    "… rightly, as one of several, wrongly, from the output": "output_graded",
+    "identified, or its position or pattern found, from the output": "output_located",
 }
 """Rows of the table of rates, and their names in the data."""
 

@@ -140,7 +140,7 @@ def funnel_counts(bug: str) -> tuple[dict[str, int], str]:
     changing = [
         bug for bug in trial.known if not np.array_equal(expected, trial.stage(stage, (bug,)))
     ]
-    fitting = [bug for bug in changing if trial.judgement(stage, (bug,)).ratio <= 1.0]
+    fitting = [bug for bug in changing if trial.deviation(stage, (bug,)).ratio <= 1.0]
     left = [bug for bug in fitting if not trial.wrong(right, (bug,))]
     counts = {
         "known bugs": len(page_by_bug()),
@@ -159,9 +159,9 @@ def funnel() -> NotebookFigure:
     axes = figure.add_subplot()
     colors = [*[GRAY] * (len(counts) - 1), RIGHT]
     axes.barh([*counts], [*counts.values()], color=colors)
-    for place, count in enumerate(counts.values()):
-        words = f"{count}: {found}" if place == len(counts) - 1 else str(count)
-        axes.annotate(words, (count + 3, place), va="center")
+    for row, count in enumerate(counts.values()):
+        words = f"{count}: {found}" if row == len(counts) - 1 else str(count)
+        axes.annotate(words, (count + 3, row), va="center")
     axes.invert_yaxis()
     axes.set(xlim=(0, max(counts.values()) * 1.1), xticks=[])
     axes.spines[:].set_visible(False)
@@ -259,14 +259,14 @@ def divided_heads() -> NotebookFigure:
     figure = NotebookFigure(figsize=(7, 2.9), layout="constrained")
     for axes, num_ranks in zip(figure.subplots(1, 2), (2, 4), strict=True):
         for rank, (queries, keys) in enumerate(held_heads(num_ranks)):
-            for place, head in [
+            for column, head in [
                 *((head, head) for head in queries),
                 *((9 + head, head) for head in keys),
             ]:
-                kv_head = head // 4 if place < 8 else head
-                axes.add_patch(patch(place, -rank, COLORS[kv_head]))
+                kv_head = head // 4 if column < 8 else head
+                axes.add_patch(patch(column, -rank, COLORS[kv_head]))
                 axes.annotate(
-                    str(head), (place + 0.45, 0.4 - rank), ha="center", va="center", color="white"
+                    str(head), (column + 0.45, 0.4 - rank), ha="center", va="center", color="white"
                 )
         axes.set(
             title=f"{num_ranks} ranks",
@@ -294,7 +294,7 @@ def patch(x: float, y: float, color: str):
 # ---- A simulated card ----------------------------------------------------------------------------
 
 NOT_FINITE = 1.15
-"""Place of a case without a finite share."""
+"""Position on the axis of a case without a finite share."""
 
 
 def simulated_blackhole() -> NotebookFigure:
@@ -306,12 +306,14 @@ def simulated_blackhole() -> NotebookFigure:
     scatter = np.random.default_rng(0).uniform(-0.25, 0.25, (2, len(cases)))
     for row, (dtype, offsets) in enumerate(zip(("bfloat16", "float32"), scatter, strict=True)):
         shares = {name: each[dtype] for name, each in cases.items() if dtype in each}
-        places = np.array([NOT_FINITE if share is None else share for share in shares.values()])
-        heights = row + offsets[: len(places)]
-        axes.scatter(places, heights, s=14, color=np.where(places > 1, WRONG, RIGHT))
-        worst = int(places.argmax())
-        place = (places[worst], heights[worst])
-        axes.annotate(list(shares)[worst], place, (0, 6), textcoords="offset points", ha="center")
+        shares_drawn = np.array(
+            [NOT_FINITE if share is None else share for share in shares.values()]
+        )
+        heights = row + offsets[: len(shares_drawn)]
+        axes.scatter(shares_drawn, heights, s=14, color=np.where(shares_drawn > 1, WRONG, RIGHT))
+        worst = int(shares_drawn.argmax())
+        point = (shares_drawn[worst], heights[worst])
+        axes.annotate(list(shares)[worst], point, (0, 6), textcoords="offset points", ha="center")
     axes.set(xlim=(0, 1.3), ylim=(1.5, -0.5), yticks=[0, 1], yticklabels=["bfloat16", "float32"])
     axes.set_xlabel("worst error / tolerance of a case")
     return figure

@@ -280,8 +280,8 @@ def tick_label(number: int) -> str:
 
 
 def draw_labels(panel: Any, lines: Sequence[Line]) -> None:
-    """Draw the label of each line at its end, apart from those of lines that end at the same
-    number.
+    """Draw the label of each line at its end, away from labels of lines that end at the
+    same number.
     """
     low, high = np.log(panel.get_ylim())
     for end in {list(line.points)[-1] for line in lines}:
@@ -297,11 +297,11 @@ def draw_labels(panel: Any, lines: Sequence[Line]) -> None:
 def apart(values: Sequence[float], gap: float) -> list[float]:
     """Move values apart, in their order, so that no two are closer than the gap."""
     order = np.argsort(values, kind="stable")
-    placed = np.array(values, float)
+    spread = np.array(values, float)
     for _ in range(100):
         for low, high in pairwise(order):
-            missing = gap - (placed[high] - placed[low])
+            missing = gap - (spread[high] - spread[low])
             if missing > 1e-9:
-                placed[low] -= missing / 2
-                placed[high] += missing / 2
-    return placed.tolist()
+                spread[low] -= missing / 2
+                spread[high] += missing / 2
+    return spread.tolist()

@@ -718,12 +718,12 @@ def cell(answers: Mapping[str, str], notes: dict[str, int]) -> str:
     others.
     """
     supported = [NAMES[name] for name, answer in answers.items() if answer == YES]
-    refused: dict[str, list[str]] = {}
+    rejecting: dict[str, list[str]] = {}
     for name, answer in answers.items():
         if answer not in (YES, NO_ARGUMENT):
-            refused.setdefault(answer, []).append(NAMES[name])
-    told = [f"{', '.join(names)}: {rule}" for rule, names in refused.items()]
-    numbers = "".join(f" [^{notes.setdefault(note, len(notes) + 1)}]" for note in told)
+            rejecting.setdefault(answer, []).append(NAMES[name])
+    rules = [f"{', '.join(names)}: {rule}" for rule, names in rejecting.items()]
+    numbers = "".join(f" [^{notes.setdefault(note, len(notes) + 1)}]" for note in rules)
     return ("all" if len(supported) == len(answers) else ", ".join(supported) or "—") + numbers
 
 

@@ -96,9 +96,9 @@ class Site:
 
     def _target(self, link: str, source: Path, name: str) -> str:
         """Return the link of a page, or where it leads in the site."""
-        place, mark, anchor = link.partition("#")
-        path = (source.parent / place).resolve()
-        if ":" in link or not place or path.suffix in {".png", ".svg"} or not path.exists():
+        target, mark, anchor = link.partition("#")
+        path = (source.parent / target).resolve()
+        if ":" in link or not target or path.suffix in {".png", ".svg"} or not path.exists():
             return link
         if path not in self.names:
             self.viewed.add(path)

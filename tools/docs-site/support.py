@@ -211,7 +211,7 @@ class Framework:
     Attributes:
         package: its layers.
         plain: name of the function that the fast path falls back on, where the fast path calls it.
-        kernels: the path, and the place to call it in, for each choice of a kernel.
+        kernels: the path, and the context to call it in, for each choice of a kernel.
     """
 
     package: Any

@@ -15,14 +15,14 @@ from parity.measure.text import counted
 class Kind(Enum):
     """Kind of an answer; the last in this order takes precedence.
 
-    `REJECTED`: a deliberate error; `ABSENT`: not supported; `KEPT`; `NOTE`: kept, by an uncommon
-    convention; `DIFFERS`: depends on the path; `BROKEN`: breaks a promise of its own or a universal
-    expectation. The last two are broken promises.
+    `REJECTED`: a deliberate error; `ABSENT`: not supported; `OK`: as promised; `NOTE`: as
+    promised, by an uncommon convention; `DIFFERS`: depends on the path; `BROKEN`: breaks a promise
+    of its own or a universal expectation. The last two are broken promises.
     """
 
     REJECTED = "rejected"
     ABSENT = "absent"
-    KEPT = "ok"
+    OK = "ok"
     NOTE = "note"
     DIFFERS = "differs"
     BROKEN = "broken"
@@ -45,7 +45,7 @@ class PathAnswer:
     """
 
     words: str
-    kind: Kind = Kind.KEPT
+    kind: Kind = Kind.OK
     evidence: str = field(default="", compare=False)
     exception: BaseException | None = field(default=None, compare=False)
 
@@ -70,7 +70,7 @@ class Answer(JsonRecord):
         words: text for the cell of the matrix.
         example: for a broken promise: shapes, seed, path and observed values.
         findings: answer of each path.
-        refusal: first path that rejected the call, and the reason.
+        rejection: first path that rejected the call, and the reason.
         exception: the exception behind a broken promise, otherwise behind the first rejection.
         error: message of the exception behind a broken promise; empty if none is.
     """
@@ -80,11 +80,11 @@ class Answer(JsonRecord):
     words: str
     example: str = ""
     findings: Mapping[Path, PathAnswer] = field(default_factory=dict)
-    refusal: str = ""
+    rejection: str = ""
     exception: BaseException | None = field(default=None, compare=False)
     error: str = ""
 
-    IN_JSON = ("question", "status", "words", "example", "by_path", "refusal")
+    IN_JSON = ("question", "status", "words", "example", "by_path", "rejection")
 
     @property
     def status(self) -> str:
@@ -104,9 +104,9 @@ class Answer(JsonRecord):
         return self.kind in (Kind.DIFFERS, Kind.BROKEN)
 
     @property
-    def was_asked(self) -> bool:
+    def applies(self) -> bool:
         """Return whether the question applied; a rejection is also an answer."""
-        return self.kind is not Kind.ABSENT or bool(self.refusal)
+        return self.kind is not Kind.ABSENT or bool(self.rejection)
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,9 @@ class Conformance(JsonRecord):
         return [answer for answer in self.answers if answer.is_broken]
 
     @property
-    def was_asked(self) -> bool:
+    def applies(self) -> bool:
         """Return whether any question applied."""
-        return any(answer.was_asked for answer in self.answers)
+        return any(answer.applies for answer in self.answers)
 
     @property
     def not_examined(self) -> list[str]:
@@ -228,6 +228,6 @@ def exit_status(subjects: Sequence[Conformance]) -> int:
         return 1
     if unexamined_dtypes(subjects):
         return 2
-    if not any(subject.was_asked for subject in subjects):
+    if not any(subject.applies for subject in subjects):
         return 2
     return 0

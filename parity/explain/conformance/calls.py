@@ -23,7 +23,7 @@ from parity.measure.core.user_code import user_code
 from parity.measure.core.weights import Weights, dtype_named, is_floating
 
 
-class Refused(Exception):
+class RejectedCall(Exception):
     """The subject deliberately raised an error, because it does not support the call."""
 
 
@@ -40,7 +40,7 @@ class Failed(Exception):
         self.words = words
 
 
-REFUSALS = (ValueError, TypeError, NotImplementedError)
+REJECTIONS = (ValueError, TypeError, NotImplementedError)
 LIBRARIES = ("torch", "jax", "jaxlib", "flax", "keras", "equinox", "jaxtyping", "ttnn")
 
 
@@ -75,14 +75,14 @@ def run(
         inputs: split heads (B, N, T, H) or (B, T, E), in any dtype; they are rounded to the path's
             dtype.
         cotangent: cotangent of the output, for the gradients of the inputs.
-        spec, weights: of a layer with settable weights.
+        spec, weights: specification and weights of a layer with settable weights.
         strided: pass inputs that are not contiguous in memory.
         seed: seed of torch; JAX subjects hold their own keys.
         options: the mask and other arguments, see `Call`.
 
     Raises:
-        Refused: if the subject raises a deliberate error, see `REFUSALS`, or one of its library's
-            own errors.
+        RejectedCall: if the subject raises a deliberate error, see `REJECTIONS`, or one of its
+            library's own errors.
         Failed: if it raises any other error, or does not return floating-point numbers with one row
             per query.
     """
@@ -141,7 +141,7 @@ def _as_argument(x: np.ndarray, subject: Subject, path: Path, strided: bool = Fa
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-def _classified(error: Exception, subject: Subject, path: Path) -> Refused | Failed:
+def _classified(error: Exception, subject: Subject, path: Path) -> RejectedCall | Failed:
     """Return the error of a subject as deliberate or accidental."""
     kind = type(error).__name__
     reason = kind
@@ -154,7 +154,7 @@ def _classified(error: Exception, subject: Subject, path: Path) -> Refused | Fai
             f"{reason}; a constant in the code, such as -1e9, is out of range for {path.dtype}",
         )
     if _is_deliberate(error, subject.framework):
-        return Refused(reason)
+        return RejectedCall(reason)
     return Failed(kind, reason)
 
 
@@ -174,7 +174,7 @@ def _is_overflow(error: Exception) -> bool:
 
 def _is_deliberate(error: Exception, framework: str) -> bool:
     """Return whether an error is deliberate, instead of an accident in the subject's own code."""
-    if isinstance(error, REFUSALS) or _top_package(type(error).__module__) in LIBRARIES:
+    if isinstance(error, REJECTIONS) or _top_package(type(error).__module__) in LIBRARIES:
         return True
     if type(error) is RuntimeError:
         return framework != "jax"  # raised by their kernels
@@ -230,7 +230,7 @@ class _SubjectCall:
         arrays: the distinct inputs, see `by_letters`.
         cotangent: cotangent of the output; None for no gradients.
         options: arguments other than the inputs, see `Call`.
-        spec, weights: of a layer with settable weights.
+        spec, weights: specification and weights of a layer with settable weights.
         seed: seed of torch for the call.
     """
 

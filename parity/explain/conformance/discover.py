@@ -14,7 +14,7 @@ import numpy as np
 
 from mha_spec import InputError, InputTypeError
 from mha_spec.rules import as_count, as_one_of
-from parity.explain.conformance.calls import Failed, Refused, run
+from parity.explain.conformance.calls import Failed, RejectedCall, run
 from parity.explain.conformance.functional import (
     WithParams,
     arrays_in,
@@ -42,7 +42,7 @@ from parity.explain.conformance.subjects import (
     Subject,
 )
 from parity.explain.conformance.user_calls import UserAttention
-from parity.measure.core.user_code import name_of, place_of, user_code
+from parity.measure.core.user_code import line_of, name_of, user_code
 from parity.measure.text import did_you_mean, some_of
 
 OF_LIBRARY = {**{name: name for name in FRAMEWORKS}, "jaxlib": "jax"}
@@ -130,7 +130,7 @@ def _import_from_here(module_name: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name == top_package:
             reason = f"{error}; run from the folder of the module, or set PYTHONPATH"
         else:
-            reason = f"{type(error).__name__}: {error}; {place_of(error)}"
+            reason = f"{type(error).__name__}: {error}; {line_of(error)}"
         raise ImportError(f"cannot import {module_name!r}: {reason}") from error
 
 
@@ -406,12 +406,12 @@ def _with_width(subject: Subject, widths: Sequence[int]) -> Subject:
     raise InputError("d_model", "be declared if no width of its parameters works", got)
 
 
-def _error_as_layer(subject: Subject) -> Refused | Failed | None:
+def _error_as_layer(subject: Subject) -> RejectedCall | Failed | None:
     """Return the error of a plain call with the inputs of a layer; None if the call succeeds."""
     x = np.random.default_rng(0).standard_normal((BATCH, NUM_HEADS, subject.width))
     try:
         run(subject, Path(subject.dtypes[0]), (x, x, x))
-    except (Refused, Failed) as error:
+    except (RejectedCall, Failed) as error:
         return error
     return None
 
@@ -447,7 +447,7 @@ def _with_axes(subject: Subject) -> Subject:
             return subject
         before = run(with_heads_first, path, (query, key, value)).output
         after = run(with_heads_first, path, (query, key, other_value)).output
-    except (Refused, Failed) as error:
+    except (RejectedCall, Failed) as error:
         if _error_as_layer(subject) is None:
             return subject
         raise InputError(

@@ -13,7 +13,7 @@ import numpy as np
 
 from mha_spec import AttentionSpec, InputError
 from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question
-from parity.explain.conformance.calls import Failed, Refused, Result, run
+from parity.explain.conformance.calls import Failed, RejectedCall, Result, run
 from parity.explain.conformance.rules import merge, of_error
 from parity.explain.conformance.subjects import (
     BATCH,
@@ -46,8 +46,8 @@ class Examination:
         subject: the subject.
         paths: the paths on which questions call it.
         base: path of plain calls.
-        weights_refusal: error of a call that requests attention weights, which `paths` then do not
-            request; None if there is none.
+        weights_rejection: error of a call that requests attention weights, which `paths` then do
+            not request; None if there is none.
         shared: results that several questions share, by their name and arguments.
 
     Raises:
@@ -61,23 +61,23 @@ class Examination:
         self.shared: dict[tuple[Any, ...], Any] = {}
         try:
             run(subject, self.base, self.inputs())
-        except (Refused, Failed) as error:
+        except (RejectedCall, Failed) as error:
             shapes = describe_shapes(self.inputs())
             raise InputError(
                 subject.name, f"attend over inputs of shapes {shapes}", str(error)
             ) from error
-        self.weights_refusal = self._refusal_of_weights()
-        if self.weights_refusal is not None:
+        self.weights_rejection = self._rejection_of_weights()
+        if self.weights_rejection is not None:
             self.paths = [path for path in self.paths if not path.need_weights]
 
-    def _refusal_of_weights(self) -> Refused | None:
+    def _rejection_of_weights(self) -> RejectedCall | None:
         """Return the deliberate error of a call that requests attention weights, if any."""
         if "need_weights" not in self.subject.takes:
             return None
         try:
             run(self.subject, replace(self.base, need_weights=True), self.inputs())
-        except Refused as refused:
-            return refused
+        except RejectedCall as rejected:
+            return rejected
         except Failed:  # the questions will report it
             return None
         return None
@@ -113,7 +113,7 @@ class Examination:
         if key not in self.shared:
             try:
                 self.shared[key] = self._difference_of_two_calls(path)
-            except (Refused, Failed):
+            except (RejectedCall, Failed):
                 return ""
         return self.shared[key]
 
@@ -237,9 +237,9 @@ class Examination:
         if feels_key_2 and feels_key_3:
             return PathAnswer("ignored", Kind.BROKEN, evidence)
         if feels_key_2:
-            return PathAnswer("shows", Kind.KEPT, evidence)
+            return PathAnswer("shows", Kind.OK, evidence)
         if feels_key_3:
-            return PathAnswer("hides", Kind.KEPT, evidence)
+            return PathAnswer("hides", Kind.OK, evidence)
         return PathAnswer("hides all", Kind.BROKEN, evidence)
 
     def _feels_key(self, token: int, row: int, before: np.ndarray, mask: np.ndarray) -> bool:
@@ -280,7 +280,7 @@ class Examination:
         for path in paths:
             try:
                 findings[path] = ask(path)
-            except (Refused, Failed) as error:
+            except (RejectedCall, Failed) as error:
                 findings[path] = of_error(error)
         return merge(self.subject, question, findings, about, also)
 
@@ -336,10 +336,10 @@ def change(
         difference = np.where(same_nan | (before == after), 0.0, np.abs(after - before))
     difference = np.where(np.isnan(difference), np.inf, difference)
     where = np.unravel_index(int(difference.argmax()), difference.shape)
-    place = [int(i) for i in where]
-    place[-2] = rows[place[-2]]
+    index = [int(i) for i in where]
+    index[-2] = rows[index[-2]]
     evidence = (
-        f"output[{', '.join(map(str, place))}] changes from {before[where]:.6g} to "
+        f"output[{', '.join(map(str, index))}] changes from {before[where]:.6g} to "
         f"{after[where]:.6g}"
     )
     return bool(difference.max() > tolerance(before, path.dtype)), evidence

@@ -17,7 +17,7 @@ from typing import Any
 
 from mha_spec import InputError
 from parity.explain.conformance.answers import Answer, Conformance
-from parity.explain.conformance.calls import Failed, Refused
+from parity.explain.conformance.calls import Failed, RejectedCall
 from parity.explain.conformance.discover import framework_of, made, subject_of
 from parity.explain.conformance.examination import Examination
 from parity.explain.conformance.peers import PEERS, peer
@@ -139,7 +139,7 @@ def _answers(subject: Subject, questions: Iterable[str], dtypes: Sequence[str]) 
         question = QUESTIONS[name]
         try:
             answer = question.ask(examination)
-        except (Refused, Failed) as error:
+        except (RejectedCall, Failed) as error:
             answer = examination.only(question, of_error(error))
         yield apply_promises(answer, subject)
 

@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question, worst
-from parity.explain.conformance.calls import Failed, Refused
+from parity.explain.conformance.calls import Failed, RejectedCall
 from parity.explain.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, Path, Subject
 
 
@@ -27,9 +27,9 @@ def apply_promises(answer: Answer, subject: Subject) -> Answer:
     return answer
 
 
-def of_error(error: Refused | Failed) -> PathAnswer:
+def of_error(error: RejectedCall | Failed) -> PathAnswer:
     """Return the finding of a path that raised an error."""
-    if isinstance(error, Refused):
+    if isinstance(error, RejectedCall):
         return PathAnswer("rejected", Kind.REJECTED, str(error), error.__cause__)
     return PathAnswer(error.words, Kind.BROKEN, str(error), error.__cause__)
 
@@ -59,12 +59,12 @@ def merge(
         kind = worst((kind, also.kind))
         words = f"{words}; {also.words}"
 
-    refusal, exception = "", None
-    refused_path = _first_path(findings, Kind.REJECTED)
-    if refused_path is not None:
-        refusal = f"{refused_path}: {findings[refused_path].evidence}"
-        exception = findings[refused_path].exception
-    answer = Answer(question.name, kind, words, "", findings, refusal, exception)
+    rejection, exception = "", None
+    rejecting_path = _first_path(findings, Kind.REJECTED)
+    if rejecting_path is not None:
+        rejection = f"{rejecting_path}: {findings[rejecting_path].evidence}"
+        exception = findings[rejecting_path].exception
+    answer = Answer(question.name, kind, words, "", findings, rejection, exception)
     if not answer.is_broken:
         return answer
 

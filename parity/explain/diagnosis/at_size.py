@@ -30,7 +30,7 @@ from parity.explain.diagnosis.work import PER_MULTIPLICATION, Work
 from parity.measure.core.blas import single_threaded
 from parity.measure.core.stages import stage_named
 
-Judge = Callable[[Part, Scope, Work], Diagnosis]
+DiagnosePart = Callable[[Part, Scope, Work], Diagnosis]
 """Diagnose a problem or a sample, within a scope and a limit of work."""
 
 SEARCHES = 0.8
@@ -96,27 +96,27 @@ class RowSamples:
 
     Attributes:
         whole: the problem.
-        judged: the stages that are compared; None for all.
+        compared_stages: the stages that are compared; None for all.
     """
 
     whole: Whole
-    judged: frozenset[str] | None
+    compared_stages: frozenset[str] | None
 
     def parts(self) -> Iterator[Part]:
         """Yield samples to search, the cheaper first."""
         if self.whole.begins_with_a_layer(self.whole.num_tokens):
-            yield self.whole.of_first_tokens(self.whole.num_tokens, 0, self.judged)
-        yield self.whole.of_rows(0, ROWS, self.judged)
+            yield self.whole.of_first_tokens(self.whole.num_tokens, 0, self.compared_stages)
+        yield self.whole.of_rows(0, ROWS, self.compared_stages)
 
     def confirming(self) -> Iterator[Part]:
         """Yield independent samples with other features, which may confirm a bug.
 
         They are rows from everywhere, and more of the first tokens of a causal layer.
         """
-        yield self.whole.of_rows(1, ROWS, self.judged)
+        yield self.whole.of_rows(1, ROWS, self.compared_stages)
         more_tokens = CONFIRMED * self.whole.num_tokens
         if self.whole.begins_with_a_layer(more_tokens):
-            yield self.whole.of_first_tokens(more_tokens, 1, self.judged)
+            yield self.whole.of_first_tokens(more_tokens, 1, self.compared_stages)
 
     @property
     def mixing_bugs(self) -> frozenset[str]:
@@ -131,18 +131,18 @@ class RowSamples:
         """Return the first tokens as a small problem, with every row and feature; None if they are
         not a layer.
         """
-        return self.whole.complete(self.judged)
+        return self.whole.complete(self.compared_stages)
 
 
 # ---- The search ----------------------------------------------------------------------------------
 
 
-def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosis:
+def diagnosed_by_samples(whole: Whole, diagnose_part: DiagnosePart, seconds: float) -> Diagnosis:
     """Diagnose the stages of a large problem.
 
     Args:
         whole: the problem, without a cache, and its stages in the reference's order of axes.
-        judge: diagnoses a sample.
+        diagnose_part: diagnoses a sample.
         seconds: work of the search, see `parity.explain.diagnosis.work`, in addition to `SPARED`.
     """
     if not whole.compared.first_wrong():
@@ -156,44 +156,46 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosi
         if whole.stages_of_tokens:
             # The other samples may use the work that these leave.
             share = 0.5 if whole.other_stages else 1.0
-            of_tokens = _Search(TokenSamples(whole), judge, Work(share * work.left)).diagnosis()
+            of_tokens = _Search(
+                TokenSamples(whole), diagnose_part, Work(share * work.left)
+            ).diagnosis()
             diagnoses.append(of_tokens)
             of_rows = whole.other_stages
             if of_tokens.leftover:
                 # Paths of a module contain the same unknown cause, so they are not searched.
                 of_rows -= whole.stages_of_paths
         if of_rows is None or of_rows:
-            search = _Search(RowSamples(whole, of_rows), judge, Work(work.left))
+            search = _Search(RowSamples(whole, of_rows), diagnose_part, Work(work.left))
             diagnoses.append(search.diagnosis())
     return _joined(whole, diagnoses)
 
 
 def diagnosed_by_first_call(
-    first: Whole | None, every_call: Part, judge: Judge, seconds: float
+    first: Whole | None, every_call: Part, diagnose_part: DiagnosePart, seconds: float
 ) -> Diagnosis:
     """Diagnose the calls of a large layer with a cache: by the first call, or else by all calls.
 
     Args:
         first: the first call, if it is a layer by itself.
         every_call: all calls.
-        judge: diagnoses all calls, or a sample of the first.
+        diagnose_part: diagnoses all calls, or a sample of the first.
         seconds: work of the search, see `parity.explain.diagnosis.work`.
     """
     work = Work(seconds)
     with work.counted(), single_threaded():
         if first is None:
-            return judge(every_call, EVERYTHING, Work(work.left))
-        by_first = diagnosed_by_samples(first, judge, CONFIRMS * seconds)
+            return diagnose_part(every_call, EVERYTHING, Work(work.left))
+        by_first = diagnosed_by_samples(first, diagnose_part, CONFIRMS * seconds)
         if not by_first.known:
-            return judge(every_call, EVERYTHING, Work(work.left))
+            return diagnose_part(every_call, EVERYTHING, Work(work.left))
         names = _names_in(by_first.known)
-        by_all = judge(every_call, Scope(only=names, is_quick=True), Work(work.left))
+        by_all = diagnose_part(every_call, Scope(only=names, is_quick=True), Work(work.left))
         if by_all.known and not by_all.leftover:
             words = f"the first call ({by_first.sample}), confirmed by all calls"
             return replace(by_all, sample=words)
         if by_all.untried:
             return _of_first_call(by_first)
-        return judge(every_call, EVERYTHING, Work(work.left))
+        return diagnose_part(every_call, EVERYTHING, Work(work.left))
 
 
 def _names_in(findings: Iterable[Finding]) -> frozenset[str]:
@@ -230,7 +232,7 @@ class _Search:
 
     Attributes:
         samples: the samples.
-        judge: diagnoses a sample.
+        diagnose_part: diagnoses a sample.
         work: the limit of the search.
         by_bugs: known bugs in samples, by the names of their bugs.
         first: the first sample that differs, and its diagnosis.
@@ -239,7 +241,7 @@ class _Search:
     """
 
     samples: TokenSamples | RowSamples
-    judge: Judge
+    diagnose_part: DiagnosePart
     work: Work
     by_bugs: dict[tuple[str, ...], Finding] = field(default_factory=dict)
     first: tuple[Part, Diagnosis] | None = None
@@ -251,7 +253,9 @@ class _Search:
         show.
         """
         for part in self.samples.parts():
-            diagnosis = self.judged(part, Scope(part.judged, is_quick=True), SEARCHES)
+            diagnosis = self.diagnosis_of(
+                part, Scope(part.compared_stages, is_quick=True), SEARCHES
+            )
             if not diagnosis.is_wrong:
                 self.agreed = diagnosis
                 continue
@@ -268,12 +272,12 @@ class _Search:
         by_thorough = self.thorough(self.first[0])
         return replace(by_thorough, untried=_listed([by_thorough.untried, *self.untried]))
 
-    def judged(self, part: Part, scope: Scope, share: float = 1.0) -> Diagnosis:
+    def diagnosis_of(self, part: Part, scope: Scope, share: float = 1.0) -> Diagnosis:
         """Diagnose a sample with a share of the remaining work."""
         if not part.observed:
             return Diagnosis()
         with self.work.counted(), single_threaded():
-            return self.judge(part, scope, Work(share * self.work.left))
+            return self.diagnose_part(part, scope, Work(share * self.work.left))
 
     def confirmed(self, diagnosis: Diagnosis) -> Diagnosis | None:
         """Return the diagnosis of a sample if it also explains another one."""
@@ -285,7 +289,9 @@ class _Search:
         contradicting: list[str] = []
         agreeing: list[str] = []
         for other in self.samples.confirming():
-            again = self.judged(other, Scope(other.judged, names, is_quick=True), CONFIRMS)
+            again = self.diagnosis_of(
+                other, Scope(other.compared_stages, names, is_quick=True), CONFIRMS
+            )
             if again.untried:
                 return self._merged(diagnosis, diagnosis, UNCONFIRMED)
             if not again.is_wrong:
@@ -327,7 +333,9 @@ class _Search:
         try:
             with self.work.counted(), self.work.inside("bugs that mix rows"):
                 for part, names in self.samples.mixing():
-                    diagnosis = self.judged(part, Scope(part.judged, names, is_quick=True))
+                    diagnosis = self.diagnosis_of(
+                        part, Scope(part.compared_stages, names, is_quick=True)
+                    )
                     if diagnosis.known and not diagnosis.leftover:
                         return replace(diagnosis, sample=part.words)
                     if not diagnosis.untried:
@@ -342,11 +350,11 @@ class _Search:
         confirm a bug.
         """
         part = self._to_search_thoroughly(first_part)
-        diagnosis = self.judged(part, Scope(part.judged))
+        diagnosis = self.diagnosis_of(part, Scope(part.compared_stages))
         if not diagnosis.is_wrong:
             # The larger sample does not show what the first one does.
             part = first_part
-            diagnosis = self.judged(part, Scope(part.judged))
+            diagnosis = self.diagnosis_of(part, Scope(part.compared_stages))
         if diagnosis.known and not diagnosis.leftover and not self.by_bugs:
             self.first = (part, diagnosis)
             confirmed = self.confirmed(diagnosis)
@@ -373,7 +381,7 @@ class _Search:
         """
         other = next(self.samples.confirming())
         no_bugs = frozenset[str]()
-        again = self.judged(other, Scope(other.judged, no_bugs))
+        again = self.diagnosis_of(other, Scope(other.compared_stages, no_bugs))
         if _patterns_in(diagnosis) == _patterns_in(again):
             return replace(diagnosis, sample=f"{part.words}, confirmed by {other.words}")
         unexplained = [replace(finding, description=None) for finding in diagnosis.leftover]
@@ -425,9 +433,9 @@ def _joined(whole: Whole, diagnoses: Sequence[Diagnosis]) -> Diagnosis:
         # differ.
         comparison = whole.compared[first_wrong]
         leftover.insert(0, Finding(first_wrong, comparison.error, comparison.ratio))
-    leftover = [_with_place(finding, whole) for finding in leftover]
+    leftover = [_with_location(finding, whole) for finding in leftover]
     leftover = _followed_by_paths(leftover, known, whole)
-    findings = sorted([*known, *leftover], key=_place)
+    findings = sorted([*known, *leftover], key=_position)
     stages = [finding.stage for finding in findings]
     untried = ""
     if leftover:
@@ -466,7 +474,7 @@ def _followed_by_paths(
     of_functions = [finding for finding in leftover if not stage_named(finding.stage).path]
     if not of_functions:
         return leftover
-    last = max(of_functions, key=_place)
+    last = max(of_functions, key=_position)
     reported: set[str] = set()
     for finding in (*known, *leftover):
         reported.update((finding.stage, *finding.stages, *finding.follows))
@@ -475,9 +483,9 @@ def _followed_by_paths(
         is_of_path = stage in whole.stages_of_paths
         if is_of_path and stage not in reported and not whole.compared[stage].passed:
             follows.append(stage)
-    place = leftover.index(last)
+    index = leftover.index(last)
     followed = replace(last, follows=tuple(follows))
-    return [*leftover[:place], followed, *leftover[place + 1 :]]
+    return [*leftover[:index], followed, *leftover[index + 1 :]]
 
 
 def _has_one_up_to(last: str, stages: Iterable[str]) -> bool:
@@ -498,18 +506,18 @@ def _distinct(findings: Sequence[Finding]) -> list[Finding]:
     return list(by_bugs.values())
 
 
-def _with_place(finding: Finding, whole: Whole) -> Finding:
-    """Return an unexplained stage with the place in the whole stage, where it differs."""
-    place = whole.compared.description(finding.stage)
-    if place is None:
+def _with_location(finding: Finding, whole: Whole) -> Finding:
+    """Return an unexplained stage with its location in the whole stage."""
+    of_whole = whole.compared.description(finding.stage)
+    if of_whole is None:
         return finding
     if finding.description is None:
-        return replace(finding, description=place)
+        return replace(finding, description=of_whole)
     patterns = finding.description.patterns
-    return replace(finding, description=Description(place.place, patterns, place.signs))
+    return replace(finding, description=Description(of_whole.location, patterns, of_whole.signs))
 
 
-def _place(finding: Finding) -> tuple[int, int]:
+def _position(finding: Finding) -> tuple[int, int]:
     """Return the position of a finding's stage in the data flow."""
     return order_of(finding.stage)
 

@@ -34,8 +34,8 @@ class ChangedBackward(Backward):
         """
         other = ChangedBackward(self.layer, fused=self.fused)
         for earlier in self.changes:
-            kept = {name: x for name, x in earlier.items() if name != "of_heads"}
-            other.override(kept)
+            of_parts = {name: x for name, x in earlier.items() if name != "of_heads"}
+            other.override(of_parts)
         other.override(changes)
         return other
 

@@ -28,7 +28,7 @@ class Choice:
 
     Attributes:
         about: a description, with `{dtype}` for the problem's dtype.
-        arithmetic: of the same-precision reference; by default the hardware's.
+        arithmetic: arithmetic of the same-precision reference; by default the hardware's.
         overrides: overrides of the same-precision reference.
     """
 
@@ -37,7 +37,7 @@ class Choice:
     overrides: Mapping[str, Override] = field(default_factory=dict)
 
 
-def _kept_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+def _rounded_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
     """Round every step of the softmax."""
     a = layer.arithmetic
     shown = np.where(values["mask"], -np.inf, a.widen(values["scores"]))
@@ -108,7 +108,7 @@ SCORES = Choice("scores are kept in {dtype}", "unfused-scores")
 SOFTMAX = Choice(
     "scores, and every step of the softmax, are kept in {dtype}",
     "unfused-scores",
-    {"attn_weights": _kept_softmax},
+    {"attn_weights": _rounded_softmax},
 )
 LOG_SUM_EXP = Choice(
     "attention weights are exp(s - log sum exp)",

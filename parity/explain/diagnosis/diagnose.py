@@ -25,7 +25,7 @@ import numpy as np
 
 from mha_spec import InputError
 from parity.explain.diagnosis.at_size import (
-    Judge,
+    DiagnosePart,
     diagnosed_by_first_call,
     diagnosed_by_samples,
 )
@@ -60,7 +60,7 @@ from parity.measure.core.problem import Problem
 from parity.measure.core.reference import ARITHMETICS, UNFUSED
 from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.core.trace import Reference, Trace, with_absent_gradients
-from parity.measure.core.user_code import EndedProgramError, place_of, user_code
+from parity.measure.core.user_code import EndedProgramError, line_of, user_code
 from parity.measure.core.weights import is_floating
 
 __all__ = ["Diagnosis", "Finding", "diagnose", "diagnose_trace", "observe"]
@@ -161,8 +161,8 @@ def diagnose_stages(
 
     Args:
         stages: the stages by name, in NumPy arrays.
-        reference: of their problem; its stages are not computed again.
-        arithmetic: of the hardware.
+        reference: reference of their problem; its stages are not computed again.
+        arithmetic: arithmetic of the hardware.
         seconds: work of the search, see `diagnose`.
         comparisons: known comparisons of the stages with the reference.
         candidates: edits to try after the known bugs.
@@ -201,17 +201,19 @@ def _diagnosed_forward(
     """Find the bugs in stages of the forward pass: see `diagnose_stages`."""
     problem = reference.problem
     known = {comparison.stage: comparison for comparison in comparisons}
-    judge = partial(_diagnosed, arithmetic, candidates)
+    diagnose_part = partial(_diagnosed, arithmetic, candidates)
     if not is_large(problem):
         compared = WholeStages(stages, reference, arithmetic, known)
         with single_threaded():
-            diagnosis = judge(Part.of_all(stages, reference), EVERYTHING, Work(seconds))
+            diagnosis = diagnose_part(Part.of_all(stages, reference), EVERYTHING, Work(seconds))
     elif problem.case.is_cached:
         diagnosis, compared = _diagnosed_by_calls(
-            stages, reference, arithmetic, known, judge, seconds
+            stages, reference, arithmetic, known, diagnose_part, seconds
         )
     else:
-        diagnosis, compared = _diagnosed_at_size(stages, reference, arithmetic, judge, seconds)
+        diagnosis, compared = _diagnosed_at_size(
+            stages, reference, arithmetic, diagnose_part, seconds
+        )
     return _measured_as_a_whole(diagnosis, compared)
 
 
@@ -224,7 +226,7 @@ def _diagnosed(
     """Read stages in every possible way; if they agree in none, search for bugs.
 
     Args:
-        arithmetic: of the hardware.
+        arithmetic: arithmetic of the hardware.
         candidates: edits to try after the known bugs.
         part: the problem and its stages.
         scope: the stages to compare, and the bugs to try.
@@ -371,7 +373,7 @@ def _diagnosed_by_calls(
     reference: Reference,
     arithmetic: str,
     known: Mapping[str, Comparison],
-    judge: Judge,
+    diagnose_part: DiagnosePart,
     seconds: float,
 ) -> tuple[Diagnosis, WholeStages]:
     """Diagnose the calls of a large layer with a cache, the first one alone if possible."""
@@ -384,7 +386,7 @@ def _diagnosed_by_calls(
     first_compared = WholeStages(of_first_call, reference, arithmetic, known, FIRST_CALL)
     first = first_call(problem, stages, first_compared)
     every_call = Part.of_all(stages, reference)
-    diagnosis = diagnosed_by_first_call(first, every_call, judge, seconds)
+    diagnosis = diagnosed_by_first_call(first, every_call, diagnose_part, seconds)
     return diagnosis, WholeStages(ordered, reference, arithmetic, known)
 
 
@@ -392,7 +394,7 @@ def _diagnosed_at_size(
     stages: Mapping[str, np.ndarray],
     reference: Reference,
     arithmetic: str,
-    judge: Judge,
+    diagnose_part: DiagnosePart,
     seconds: float,
 ) -> tuple[Diagnosis, WholeStages]:
     """Diagnose the stages of a large layer without a cache: read as a whole, and searched in
@@ -408,7 +410,7 @@ def _diagnosed_at_size(
         kind = view.choice.arithmetic or arithmetic
         compared = WholeStages(view.values, reference, kind, passed=view.agreed)
         whole = Whole(reference.problem, view.values, compared, remembered)
-        diagnosis = diagnosed_by_samples(whole, judge, seconds / len(views))
+        diagnosis = diagnosed_by_samples(whole, diagnose_part, seconds / len(views))
         diagnosis = view.completed(diagnosis)
         if not diagnosis.is_wrong:
             return diagnosis, compared
@@ -600,7 +602,7 @@ def _called(function: Callable[..., Any], inputs: list[Any], keywords: Mapping[s
     except EndedProgramError as error:  # whose text has the line
         raise InputError("the function", "take the inputs", str(error)) from error
     except Exception as error:  # any exception of the function
-        raised = f"{type(error).__name__}: {error}, {place_of(error)}"
+        raised = f"{type(error).__name__}: {error}, {line_of(error)}"
         raise InputError("the function", "take the inputs", raised) from error
     if inspect.iscoroutine(result):
         result.close()  # Python would warn that nothing awaited it

@@ -199,7 +199,7 @@ class Finding(JsonRecord):
             return self.part + ", and ".join(edit.sentence for edit in self.edits)
         if self.pattern is None:
             return ""
-        return self._in_place(self.pattern.about)
+        return self._without_there(self.pattern.about)
 
     @property
     def where(self) -> str:
@@ -302,12 +302,12 @@ class Finding(JsonRecord):
         """Descriptions of other bugs or patterns that explain the stage as well."""
         if self.edits or self.description is None:
             return self.others
-        abouts = [self._in_place(about) for about in self.description.abouts]
+        abouts = [self._without_there(about) for about in self.description.abouts]
         return tuple(about for about in dict.fromkeys(abouts) if about != self.about)
 
-    def _in_place(self, about: str) -> str:
-        """Return the description of a pattern; `there` refers to a place, unless it is the whole
-        stage.
+    def _without_there(self, about: str) -> str:
+        """Return the description of a pattern; without `there` if the
+        location is the whole stage.
         """
         if self.description is None or self.description.where == EVERYWHERE:
             return about.replace(" there", "", 1)

@@ -34,7 +34,7 @@ from parity.explain.diagnosis.search import SearchResult, search
 from parity.explain.diagnosis.trial import WIDE_ENOUGH, Form, LayerKey, Scope, Trial, remembering
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.blas import single_threaded
-from parity.measure.core.compare import SAME_PRECISION, Judgement, budget
+from parity.measure.core.compare import SAME_PRECISION, Deviation, budget
 from parity.measure.core.problem import Problem
 from parity.measure.core.reference import STAGES_BETWEEN
 from parity.measure.core.stages import (
@@ -150,8 +150,8 @@ class GradientTrial(Trial):
     Args:
         problem: the case, weights and inputs.
         observed: observed gradients, in the reference's shapes.
-        arithmetic: of the hardware.
-        reference: of the problem; its gradients are not computed again.
+        arithmetic: arithmetic of the hardware.
+        reference: reference of the problem; its gradients are not computed again.
         bugs: the bugs to try, usual ones first.
         inner: edits that the layer has anyway.
         noise: edits of the same-precision layer alone: an allowed way to compute.
@@ -213,7 +213,7 @@ class GradientTrial(Trial):
         return super().computed(index, edits, dtype, arithmetic)
 
     @cached_property
-    def _unseen_before(self) -> list[list[int]]:
+    def _unobserved_before(self) -> list[list[int]]:
         return [[] for _ in self._paths]
 
     @cached_property
@@ -328,8 +328,8 @@ def diagnose_gradients(
         forward: the diagnosis of the stages.
         stages: observed stages of the forward pass.
         gradients: observed gradients.
-        reference: of the problem, with gradients.
-        arithmetic: of the hardware.
+        reference: reference of the problem, with gradients.
+        arithmetic: arithmetic of the hardware.
         seconds: work of the search.
     """
     problem = reference.problem
@@ -437,10 +437,10 @@ def _with_first(diagnosis: Diagnosis, trial: GradientTrial, stage: str) -> Diagn
     """Return a diagnosis with its first wrong gradient, unless an earlier stage is wrong."""
     if diagnosis.stage or not stage:
         return diagnosis
-    judgement = Judgement(0.0, 0.0)
+    deviation = Deviation(0.0, 0.0)
     if stage in trial.observed:
-        judgement = trial.judgement(stage, ())
-    return replace(diagnosis, stage=stage, error=judgement.error, ratio=judgement.ratio)
+        deviation = trial.deviation(stage, ())
+    return replace(diagnosis, stage=stage, error=deviation.error, ratio=deviation.ratio)
 
 
 def _shaped(

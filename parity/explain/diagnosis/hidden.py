@@ -13,7 +13,7 @@ from parity.explain.diagnosis.choices import HALF
 from parity.explain.diagnosis.trial import Trial
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.blas import single_threaded
-from parity.measure.core.compare import judged
+from parity.measure.core.compare import deviation_of
 
 SECONDS = 1.0
 """Work of the search."""
@@ -43,7 +43,7 @@ def hidden_bugs(right: Trial, stages: Sequence[str]) -> tuple[str, ...]:
     names: dict[str, None] = {}
     try:
         with work.counted(), single_threaded():
-            for bug in sorted(bugs, key=_place):
+            for bug in sorted(bugs, key=_rank):
                 with work.inside("hidden bugs"):
                     if _is_hidden(right, bug, known_stages):
                         names[bug.name] = None
@@ -52,7 +52,7 @@ def hidden_bugs(right: Trial, stages: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _place(bug: Edit) -> int:
+def _rank(bug: Edit) -> int:
     """Return the rank of a bug in the order of `SUBTLE`."""
     for number, part in enumerate(SUBTLE):
         if part in bug.name:
@@ -70,9 +70,9 @@ def _is_hidden(right: Trial, bug: Edit, stages: Sequence[str]) -> bool:
         if np.array_equal(wrong, expected, equal_nan=True):
             continue
         allowed = right.allowed(name, ())
-        if judged(wrong, expected, allowed, name).ratio > HIDDEN:
+        if deviation_of(wrong, expected, allowed, name).ratio > HIDDEN:
             return False
         if not would_show:
             in_float32 = right.allowed(name, (), dtype="float32")
-            would_show = judged(wrong, expected, in_float32, name).ratio > 1.0
+            would_show = deviation_of(wrong, expected, in_float32, name).ratio > 1.0
     return would_show

@@ -44,7 +44,7 @@ def row_orders(sizes: Mapping[str, int], spec: AttentionSpec) -> Iterator[RowOrd
     Args:
         sizes: the numbers of rows of q, a gate (g), k and v by letter, in the order in which the
             rows are numbered.
-        spec: of the layer.
+        spec: specification of the layer.
     """
     rows: dict[str, np.ndarray] = {}
     end = 0

@@ -25,7 +25,7 @@ def injected_pattern(trial: Trial, stage: str, edits: Edits, patterns: Sequence[
         trial: the reference, and the observed stages.
         stage: the stage.
         edits: those that are already injected.
-        patterns: of the stage, the simplest first.
+        patterns: patterns of the stage, the simplest first.
     """
     known = stage_named(stage)
     of_path = trial.of_path(known.path)
@@ -36,7 +36,7 @@ def injected_pattern(trial: Trial, stage: str, edits: Edits, patterns: Sequence[
     for pattern in patterns:
         for edit in _forms(pattern, known.quantity):
             with_pattern = (*edits, edit)
-            if trial.judgement(stage, with_pattern).ratio > 1.0:
+            if trial.deviation(stage, with_pattern).ratio > 1.0:
                 continue
             if trial.wrong(right, with_pattern):
                 continue

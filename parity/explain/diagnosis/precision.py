@@ -18,7 +18,7 @@ from parity.explain.diagnosis.bugs.precision import SCALED_QUERIES, layer_in
 from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.findings import Finding, plain
 from parity.explain.diagnosis.trial import Trial
-from parity.measure.core.compare import SAME_PRECISION, Judgement, judged, size_of
+from parity.measure.core.compare import SAME_PRECISION, Deviation, deviation_of, size_of
 from parity.measure.core.stages import stage_named
 from parity.measure.core.weights import dtype_named, is_floating
 
@@ -40,7 +40,7 @@ wider one.
 
 
 def lost_in_products(
-    trial: Trial, before: Mapping[str, Judgement], wrong: Sequence[str]
+    trial: Trial, before: Mapping[str, Deviation], wrong: Sequence[str]
 ) -> Finding | None:
     """Find the math fidelity of Tenstorrent's matrix products that explains all stages, if there is
     one.
@@ -63,7 +63,7 @@ def lost_in_products(
             for stage, forms in zip(wrong, reproduced, strict=True)
         ):
             continue
-        ratios = [trial.judgement(stage, (), arithmetic=fidelity).ratio for stage in wrong]
+        ratios = [trial.deviation(stage, (), arithmetic=fidelity).ratio for stage in wrong]
         return Finding(
             stage=first,
             stages=tuple(wrong),
@@ -111,7 +111,7 @@ def _rms_left(trial: Trial, stage: str, with_loss: np.ndarray) -> float:
 
 
 def lost_in_dtype(
-    trial: Trial, before: Mapping[str, Judgement], wrong: Sequence[str]
+    trial: Trial, before: Mapping[str, Deviation], wrong: Sequence[str]
 ) -> Finding | None:
     """Find the narrower dtype in which the whole layer was computed and cast back, if there is one.
 
@@ -130,7 +130,7 @@ def lost_in_dtype(
 
 
 def _lost_in(
-    dtype: str, trial: Trial, before: Mapping[str, Judgement], wrong: Sequence[str]
+    dtype: str, trial: Trial, before: Mapping[str, Deviation], wrong: Sequence[str]
 ) -> Finding | None:
     """Return the finding that the whole layer was computed in a narrower dtype, if it was."""
     results = [stage for stage in trial.stages if stage_named(stage).quantity in RESULTS]
@@ -142,8 +142,8 @@ def _lost_in(
     ratios = []
     for stage in own:
         allowed = trial.allowed(stage, (), dtype=dtype)
-        judgement = judged(trial.observed[stage], trial.stage(stage), allowed, stage)
-        ratios.append(judgement.ratio)
+        deviation = deviation_of(trial.observed[stage], trial.stage(stage), allowed, stage)
+        ratios.append(deviation.ratio)
     if max(ratios) > 1.0:
         return None
     in_dtype = (layer_in(trial.problem.case, dtype),)

@@ -33,7 +33,7 @@ from parity.measure.text import and_listed
 OF_HEADS = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "context")
 """The stages of which a rank with some of the heads has a part."""
 
-JUDGED = (*OF_HEADS, "output")
+COMPARED = (*OF_HEADS, "output")
 """The compared stages of a rank; with divided tokens also `grad.query`."""
 
 
@@ -180,7 +180,7 @@ def diagnose_ranks(
     of_ranks = [stages_of("observed", stages, "output") for stages in observed]
     with_gradients = False
     for rank, stages in enumerate(of_ranks):
-        if not stages.keys() & {*JUDGED, "grad.query"}:
+        if not stages.keys() & {*COMPARED, "grad.query"}:
             names = f"{sorted(stages)} of rank {rank}"
             raise InputError("observed", "have stages of every rank", names)
         if tokens > 1 and "grad.query" in stages:
@@ -239,7 +239,7 @@ class _RankStages:
         for name in exact:
             if name not in observed:
                 continue
-            comparison = self._judged(name, observed[name], exact, noisy, rank, right)
+            comparison = self._compare_stage(name, observed[name], exact, noisy, rank, right)
             if not comparison.passed:
                 return comparison
         return None
@@ -250,7 +250,7 @@ class _RankStages:
             self.first_wrong(observed, rank, bug) is None for rank, observed in enumerate(of_ranks)
         )
 
-    def _judged(
+    def _compare_stage(
         self, name: str, actual: np.ndarray, exact: Values, noisy: Values, rank: int, right: Values
     ) -> Comparison:
         """Compare a stage with its expected values, with the noise of the right ones."""

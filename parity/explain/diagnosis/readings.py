@@ -261,8 +261,8 @@ class _Reader:
         """Return a shape with a different size of one axis."""
         if axis not in self.stage.axes:
             return shape
-        place = self.stage.axes.index(axis)
-        return (*shape[:place], size, *shape[place + 1 :])
+        index = self.stage.axes.index(axis)
+        return (*shape[:index], size, *shape[index + 1 :])
 
     def _shared(self, x: np.ndarray) -> np.ndarray | None:
         """Return one head of each group, if the heads are equal within their groups."""

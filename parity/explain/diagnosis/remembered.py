@@ -163,9 +163,9 @@ class Remembered:
             return None
         begin(PER_NUMBER / 2 * multiplications(x, weight.T) / weight.shape[1])
         product = np.empty((*x.shape[:-1], len(weight)), layer.arithmetic.wide)
-        for weight_name, (rows, places) in sources.items():
+        for weight_name, (rows, rows_of_weight) in sources.items():
             product_of_source = self._product(weight_name, side, layer, x)
-            product[..., places] = product_of_source[..., rows]
+            product[..., rows_of_weight] = product_of_source[..., rows]
         return product
 
     def _sources_of(
@@ -180,22 +180,22 @@ class Remembered:
         if not self._rows:
             self._index_rows(own_weights)
         rows_of: dict[str, list[int]] = {}
-        places_of: dict[str, list[int]] = {}
-        for place, row in enumerate(weight):
+        indices_of: dict[str, list[int]] = {}
+        for index_in_weight, row in enumerate(weight):
             source = self._rows.get(row[:BEGINNING].tobytes())
             if source is None:
                 return None
             name, index = source
             rows_of.setdefault(name, []).append(index)
-            places_of.setdefault(name, []).append(place)
+            indices_of.setdefault(name, []).append(index_in_weight)
         spend(PER_FACTOR * weight.size)
         sources = {}
         for name, indices in rows_of.items():
-            rows, places = np.array(indices), np.array(places_of[name])
+            rows, rows_of_weight = np.array(indices), np.array(indices_of[name])
             # The beginnings of rows only suggest where they come from.
-            if not np.array_equal(own_weights[name][rows], weight[places]):
+            if not np.array_equal(own_weights[name][rows], weight[rows_of_weight]):
                 return None
-            sources[name] = rows, places
+            sources[name] = rows, rows_of_weight
         return sources
 
     def _index_rows(self, weights: Mapping[str, np.ndarray]) -> None:

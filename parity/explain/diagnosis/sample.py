@@ -26,7 +26,7 @@ class Sample:
         keys: number of leading keys they attend to; default: all.
         num_continuing: number of leading rows that continue after the softmax; default: all. The
             others are only for a softmax that includes them.
-        rows_out: rows of the output, if the context is placed among all tokens, which wrongly
+        rows_out: rows of the output, if the context has a row for every token, which wrongly
             combined heads need; default: the context has only the rows.
         other_rows: all other query tokens as one more row of scores, (B, N, 1, S): their
             log-sum-exp, so that a softmax over queries has its sums. It does not continue after the

@@ -116,7 +116,7 @@ class _StepsOfRows:
         rows_out, problem = self.sample.rows_out, self.layer.problem
         if rows_out is not None:
             rows = self.sample.rows_of("context")
-            values = {**values, **_in_place(values, rows, problem.case.seq_len)}
+            values = {**values, **_among_all_tokens(values, rows, problem.case.seq_len)}
         output = self.layer.output(values)["output"]
         if rows_out is not None:
             output = output[:, rows_out]
@@ -150,12 +150,14 @@ class _StepsOfTokens:
         return self.layer.project(inputs, problem.case.positions()[..., self.tokens])
 
 
-def _in_place(values: Values, rows: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
+def _among_all_tokens(values: Values, rows: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
     """Return context and gate at their positions among all query tokens; 0 elsewhere."""
-    placed = {}
+    of_all_tokens = {}
     for name, axis in (("context", 2), ("gate", 1)):
         if name in values:
             x = values[name]
-            placed[name] = np.zeros((*x.shape[:axis], seq_len, *x.shape[axis + 1 :]), x.dtype)
-            placed[name][(slice(None),) * axis + (rows,)] = x
-    return placed
+            of_all_tokens[name] = np.zeros(
+                (*x.shape[:axis], seq_len, *x.shape[axis + 1 :]), x.dtype
+            )
+            of_all_tokens[name][(slice(None),) * axis + (rows,)] = x
+    return of_all_tokens

@@ -55,15 +55,15 @@ class Part:
         observed: its stages; for a sample without the ones of unknown axes.
         remembered: known projections.
         words: a description of the sample; empty for a whole problem.
-        judged: the stages to compare; all by default.
-        reference: of a whole problem, whose stages are not computed again.
+        compared_stages: the stages to compare; all by default.
+        reference: reference of a whole problem, whose stages are not computed again.
     """
 
     problem: Problem
     observed: Mapping[str, np.ndarray]
     remembered: Remembered
     words: str = ""
-    judged: frozenset[str] | None = None
+    compared_stages: frozenset[str] | None = None
     reference: Reference | None = None
 
     @classmethod
@@ -200,14 +200,14 @@ class Whole:
         remembered = Remembered(self.remembered, tokens)
         return Part(part, observed, remembered, words, self.stages_of_tokens)
 
-    def of_rows(self, turn: int, count: int, judged: frozenset[str] | None) -> Part:
+    def of_rows(self, turn: int, count: int, compared_stages: frozenset[str] | None) -> Part:
         """Return rows with all keys: those that differ most, the last one, and others from
         everywhere.
         """
-        compared = judged
-        if compared is None:
-            compared = frozenset(self.observed)
-        of_queries = [name for name in compared if "T" in stage_named(name).axes]
+        names = compared_stages
+        if names is None:
+            names = frozenset(self.observed)
+        of_queries = [name for name in names if "T" in stage_named(name).axes]
         worst = self.worst(of_queries, self.num_rows, turn)[:count]
         rows = np.union1d(_spread(self.num_rows, count, turn), worst)
         absorbs = not {"k", "v"} & self.observed.keys()
@@ -215,9 +215,11 @@ class Whole:
         with_rows = replace(self.problem, inputs=self.problem.inputs | some)
         part = SampledProblem.of(with_rows, Sample(rows, self.features(turn), absorbs=absorbs))
         words = f"{len(rows)} of {self.problem.case.seq_len} query tokens"
-        return Part(part, self._cut(part), self.remembered, words, judged)
+        return Part(part, self._cut(part), self.remembered, words, compared_stages)
 
-    def of_first_tokens(self, tokens: int, turn: int, judged: frozenset[str] | None) -> Part:
+    def of_first_tokens(
+        self, tokens: int, turn: int, compared_stages: frozenset[str] | None
+    ) -> Part:
         """Return the first tokens of a causal layer, which are a small layer by themselves."""
         problem, case, first = self.problem, self.problem.case, slice(tokens)
         inputs = {}
@@ -235,15 +237,17 @@ class Whole:
             case.first_tokens(tokens), problem.dtype, problem.weights, inputs, sample
         )
         words = f"the first {tokens} of {case.seq_len} tokens"
-        return Part(part, self._cut(part), Remembered(self.remembered, first), words, judged)
+        return Part(
+            part, self._cut(part), Remembered(self.remembered, first), words, compared_stages
+        )
 
-    def complete(self, judged: frozenset[str] | None) -> Part | None:
+    def complete(self, compared_stages: frozenset[str] | None) -> Part | None:
         """Return the first tokens as a small problem, with every row and feature; None if the layer
         is not causal.
         """
         if not self.begins_with_a_layer(self.num_tokens):
             return None
-        part = self.of_first_tokens(self.num_tokens, 0, judged)
+        part = self.of_first_tokens(self.num_tokens, 0, compared_stages)
         problem = part.problem
         if isinstance(problem, SampledProblem):
             problem = problem.whole
@@ -275,10 +279,10 @@ class Whole:
         words = f"the first {first} of {case.seq_len} keys"
         of_first_keys = Sample(np.arange(case.seq_len), features, first, first, of_first_head)
         if is_causal(self.problem) and not is_by_length(self.problem):
-            judged = {"output"}
+            compared_stages = {"output"}
             if "attn_weights" in self.observed:
-                judged.add("attn_weights")
-            yield self._mixing(of_first_keys, judged, words), MIXING
+                compared_stages.add("attn_weights")
+            yield self._mixing(of_first_keys, compared_stages, words), MIXING
             return
         if "attn_weights" in self.observed:
             of_all_queries = replace(of_first_keys, num_continuing=None)
@@ -290,13 +294,13 @@ class Whole:
                 rows, features, num_continuing=len(rows), other_rows=self._other_rows(rows)
             )
             words = f"{len(rows)} of {case.seq_len} query tokens, and the sum of the others"
-            judged = {"context", "output"} & self.observed.keys()
-            yield self._mixing(sample, judged, words), SOFTMAX_OVER_QUERIES
+            compared_stages = {"context", "output"} & self.observed.keys()
+            yield self._mixing(sample, compared_stages, words), SOFTMAX_OVER_QUERIES
         sample = Sample(np.arange(first), features, rows_out=of_first_head)
         words = f"the first {first} of {case.seq_len} query tokens"
         yield self._mixing(sample, {"output"}, words), HEADS_NOT_MOVED_BACK
 
-    def _mixing(self, sample: Sample, judged: Collection[str], words: str) -> Part:
+    def _mixing(self, sample: Sample, compared_stages: Collection[str], words: str) -> Part:
         part = SampledProblem.of(self.problem, sample)
         observed = self._cut(part)
         if sample.other_rows is not None:
@@ -306,7 +310,7 @@ class Whole:
                 for name, x in observed.items()
                 if stage_named(name).quantity not in ("mask", "scores")
             }
-        return Part(part, observed, self.remembered, words, frozenset(judged))
+        return Part(part, observed, self.remembered, words, frozenset(compared_stages))
 
     def _other_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the log-sum-exp of the scores of each key over all queries except some, (B, N, 1,

@@ -29,7 +29,7 @@ from parity.explain.diagnosis.sample import sample_of
 from parity.explain.diagnosis.trial import WIDE_ENOUGH, Trial
 from parity.explain.diagnosis.work import Work
 from parity.measure.core.case import Case
-from parity.measure.core.compare import Judgement, kept_dtype, size_of
+from parity.measure.core.compare import Deviation, dtype_of_stage, size_of
 from parity.measure.core.stages import stage_named
 
 PARTS = {
@@ -297,11 +297,11 @@ class _PartSearch:
             stage: the stage, which is right as a whole.
             edits: those with which it is.
         """
-        place = self.trial.stages.index
+        index_of = self.trial.stages.index
         before = [
             number
             for number, finding in enumerate(self.findings)
-            if place(finding.stage) < place(stage)
+            if index_of(finding.stage) < index_of(stage)
         ]
         for number in reversed(before):
             finding = self.findings[number]
@@ -481,7 +481,7 @@ def _repeats_a_loss(trial: Trial, stage: str, edits: Edits) -> bool:
     if not edits or not all(edit.is_loss for edit in edits):
         return False
     change = trial.stage(stage, edits).astype(np.float64) - trial.stage(stage)
-    return trial.judgement(stage, ()).error <= REPEATED * size_of(change)
+    return trial.deviation(stage, ()).error <= REPEATED * size_of(change)
 
 
 # ---- Known bugs that explain a stage -------------------------------------------------------------
@@ -514,9 +514,9 @@ class _Question:
         return stage_named(self.stage).step
 
     @cached_property
-    def before(self) -> Judgement:
+    def before(self) -> Deviation:
         """The comparison without more edits."""
-        return self.trial.judgement(self.stage, self.edits)
+        return self.trial.deviation(self.stage, self.edits)
 
     @cached_property
     def expected(self) -> np.ndarray:
@@ -619,7 +619,7 @@ class _Question:
         the bug may explain the stage if only later calls have it.
         """
         trial = self.trial
-        if not self.call or not trial.is_unseen(self.index):
+        if not self.call or not trial.is_unobserved(self.index):
             return False
         for step, names in enumerate(trial.steps[: self.index]):
             cached = [name for name in names if _is_cached_before(name, self.call)]
@@ -635,7 +635,7 @@ class _Question:
 
     def _error_in(self, stage: str, added: Edits) -> float:
         """Return the error of a stage with more edits."""
-        return self.trial.judgement(stage, (*self.edits, *added)).error
+        return self.trial.deviation(stage, (*self.edits, *added)).error
 
     def _is_explained_by(self, added: Edits) -> bool:
         """Return True if more edits leave only rounding in the stage."""
@@ -644,12 +644,12 @@ class _Question:
         # The budget of each edited layer is expensive; the budget of the right layer is close to
         # it. Not so for lost precision, but a bug that explains much less than nearly all may be
         # the loss in another part.
-        if trial.judgement(self.stage, edits, quick=True).ratio > FAR_OFF:
+        if trial.deviation(self.stage, edits, quick=True).ratio > FAR_OFF:
             return False
         first, *others = added
         if others and any(self._is_nearly_explained_by(edit) for edit in added):
             return False
-        after = trial.judgement(self.stage, edits)
+        after = trial.deviation(self.stage, edits)
         if after.ratio > 1.0 or not _falls(self.before, after):
             return False
         if first.is_loss and not self._is_reproduced_by(edits):
@@ -658,7 +658,7 @@ class _Question:
         return not is_rounding or self._is_rounded_alike(edits)
 
     def _is_nearly_explained_by(self, edit: Edit) -> bool:
-        return self.trial.judgement(self.stage, (*self.edits, edit)).ratio <= NEARLY
+        return self.trial.deviation(self.stage, (*self.edits, edit)).ratio <= NEARLY
 
     def _is_reproduced_by(self, edits: Edits) -> bool:
         """Return True if a loss of precision reproduces the stage, as far as values of the layer's
@@ -674,7 +674,7 @@ class _Question:
         bits are wider than a step between stored values.
         """
         trial = self.trial
-        dtype = kept_dtype(self.stage, trial.problem.dtype)
+        dtype = dtype_of_stage(self.stage, trial.problem.dtype)
         with_edits = trial.stage(self.stage, edits)
         return self._leaves_little(self.expected.astype(dtype), with_edits.astype(dtype))
 
@@ -741,7 +741,7 @@ def _is_cached_before(name: str, call: int) -> bool:
     return stage.step == call - 1 and stage.quantity.startswith("cache.")
 
 
-def _falls(before: Judgement, after: Judgement) -> bool:
+def _falls(before: Deviation, after: Deviation) -> bool:
     """Return True if an error falls by more than chance, in the norm in which it exceeds its
     budget.
     """
@@ -759,11 +759,11 @@ def _best_first(question: _Question, explaining: list[Edits]) -> list[Edits]:
     if len(explaining[0]) == 1:
         explaining = _without_needless_limits(question, explaining)
         known = trial.known_at(question.index, with_losses=question.is_small)
-        place: dict[str, int] = {}
+        rank_by_about: dict[str, int] = {}
         for number, bug in enumerate(known):
             # A bug of every call comes before the same one in some calls.
-            place.setdefault(bug.about, number)
-        explaining.sort(key=lambda added: place[added[0].about])
+            rank_by_about.setdefault(bug.about, number)
+        explaining.sort(key=lambda added: rank_by_about[added[0].about])
     explaining.sort(key=lambda added: len(trial.wrong(question.stages, (*question.edits, *added))))
     # Keep the form of each bug that explains the most, for the same calls.
     best: dict[frozenset[tuple[str, str]], Edits] = {}
@@ -867,9 +867,9 @@ def _pairs_of_bugs(question: _Question, work: Work) -> list[Edits]:
 
 def _pairs(known: Sequence[Edit]) -> Iterator[Edits]:
     """Yield pairs of bugs, usual ones first; in both orders if they override the same method."""
-    for second_place in range(len(known)):
-        for first_place in range(second_place):
-            first, second = known[first_place], known[second_place]
+    for second_index in range(len(known)):
+        for first_index in range(second_index):
+            first, second = known[first_index], known[second_index]
             yield first, second
             if first.overrides.keys() & second.overrides.keys():
                 yield second, first
@@ -897,8 +897,8 @@ def _finding(
     added = cause.edits
     if len(added) > 1:
         added = tuple(sorted(added, key=lambda edit: _first_step(trial, edits, edit)))
-    before = trial.judgement(cause.stage, edits)
-    after = trial.judgement(cause.stage, (*edits, *cause.edits))
+    before = trial.deviation(cause.stage, edits)
+    after = trial.deviation(cause.stage, (*edits, *cause.edits))
     error_before, error = before.error, after.error
     if not stage_named(cause.stage).is_exact:
         error_before, error = before.error_in(before.norm), after.error_in(before.norm)
@@ -932,7 +932,7 @@ def _unexplained(trial: Trial, stage: str, edits: Edits, work: Work) -> Finding:
     """Describe a stage that no known bug explains: where it differs, by which pattern, and the bugs
     that reduce its error most.
     """
-    before = trial.judgement(stage, edits)
+    before = trial.deviation(stage, edits)
     finding = Finding(stage, before.error, before.ratio)
     if trial.scope.is_quick:
         return finding
@@ -947,7 +947,7 @@ def _unexplained(trial: Trial, stage: str, edits: Edits, work: Work) -> Finding:
     with suppress(TimeoutError):
         for bug in question.candidates(with_losses=question.is_small):
             with work.inside("the nearest bugs"):
-                error = trial.judgement(stage, (*edits, bug), quick=True).error
+                error = trial.deviation(stage, (*edits, bug), quick=True).error
             num_tried += 1
             if error < 0.5 * before.error:
                 nearest.append((bug.about, error))
@@ -970,9 +970,9 @@ def _of_sample(description: Description) -> Description | None:
     layer.
     """
     patterns = tuple(edit for edit in description.patterns if edit.parameters <= 1)
-    if not patterns or description.place.words != EVERYWHERE:
+    if not patterns or description.location.words != EVERYWHERE:
         return None
-    return Description(description.place, patterns)
+    return Description(description.location, patterns)
 
 
 def _with_stages(finding: Finding, stages: Sequence[str], pattern: Edits) -> Finding:

@@ -213,7 +213,7 @@ def why_not_compared(layer: TappedLayer, known: ModelLayer, *, has_weights: bool
         return "it has no weights"
     if spec.shared_kv:
         if not all({"k", "v"} <= call.values.keys() for call in layer.calls):
-            return "the keys and values of another layer, to which it attends, were not seen"
+            return "the keys and values of another layer, to which it attends, were not observed"
         if layer.calls[0].past:
             return "it received only the last tokens of the prompt"
     if layer.training and (spec.dropout or spec.output_dropout):
@@ -227,7 +227,7 @@ def _why_not_cross(layer: TappedLayer, known: ModelLayer, spec: AttentionSpec) -
     """
     should_be_cross = known.kind == CROSS
     if not layer.is_cross:
-        return "the sequence that it attends to was not seen" if should_be_cross else ""
+        return "the sequence that it attends to was not observed" if should_be_cross else ""
     if known.kind and not should_be_cross:
         return "it attends to another sequence, and should not"
     if any(call.past is None for call in layer.calls):

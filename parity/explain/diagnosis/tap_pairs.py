@@ -39,7 +39,7 @@ class LayerDifference(JsonRecord):
 
     Attributes:
         layer: a title, `layer 17 (sliding_attention)`.
-        names: of the modules.
+        names: names of the module in both recordings.
         tokens: number of tokens, over all sequences, that both have.
         errors: by stage, and for `input` and `key_input`: root mean square of the difference,
             relative to the root mean square of the first. Infinite if shapes differ.
@@ -78,7 +78,7 @@ class TapDifference(JsonRecord):
     Attributes:
         layers: the layers of both, in the order of the first.
         alone: names of the modules that one recording lacks, or never called.
-        unit: of rounding, of the coarser of their dtypes.
+        unit: unit of rounding of the coarser of their dtypes.
         left_out: number of common tokens that were not compared, because the recordings generated
             different tokens before them.
     """
@@ -116,13 +116,13 @@ class TapDifference(JsonRecord):
             lines.append(f"only one of them called {', '.join(self.alone)}")
         if self.left_out:
             lines.append(
-                f"{self.left_out} tokens were left out: from there on the two were given other "
-                f"tokens"
+                f"{self.left_out} tokens were not compared: from there on, the recordings have "
+                f"different tokens"
             )
         if self.differs_before:
             error = self.layers[0].errors["input"]
             lines.append(
-                f"what {self.layers[0].layer} is given differs already ({error:.1e}): the cause "
+                f"the input of {self.layers[0].layer} already differs ({error:.1e}): the cause "
                 f"lies before it"
             )
         first = self.first
@@ -132,9 +132,7 @@ class TapDifference(JsonRecord):
                 f"its input is {first.errors['input']:.1e} apart"
             )
         elif not self.differs_before:
-            lines.append(
-                f"{len(self.layers)} layers leave nothing further apart than they were given it"
-            )
+            lines.append(f"none of the {len(self.layers)} layers increases the difference")
         return "\n".join(lines)
 
 
@@ -241,9 +239,9 @@ def _difference(
     num_tokens = 0
     for whole_pair in _common_sequences(one, other):
         pair = whole_pair.first_tokens(num_common.get(whole_pair.key))
-        if not len(pair.places_of_one):
+        if not len(pair.positions_in_one):
             continue
-        num_tokens += len(pair.places_of_one)
+        num_tokens += len(pair.positions_in_one)
         for name in (*INPUTS, *STAGES):
             if name in pair.one.values and name in pair.other.values:
                 squares.setdefault(name, []).append(_squares(*pair.tokens(name)))
@@ -275,22 +273,22 @@ class _Row:
         return self.sequences.values
 
     @property
-    def places(self) -> np.ndarray:
-        return self.sequences.places[self.row]
+    def positions(self) -> np.ndarray:
+        return self.sequences.token_positions[self.row]
 
-    def tokens(self, name: str, places: np.ndarray) -> np.ndarray:
+    def tokens(self, name: str, positions: np.ndarray) -> np.ndarray:
         """Some of its tokens."""
         x = self.values[name][self.row]
         if self.sequences.is_cross and name in OF_KEYS:
             return x
         if name in ("mask", "attn_weights"):
-            x = x[:, places]
+            x = x[:, positions]
             if self.sequences.is_cross:
                 return x
-            return x[:, :, places]
+            return x[:, :, positions]
         if x.ndim == 3:
-            return np.take(x, places, axis=1)
-        return np.take(x, places, axis=0)
+            return np.take(x, positions, axis=1)
+        return np.take(x, positions, axis=0)
 
 
 @dataclass(frozen=True)
@@ -300,28 +298,28 @@ class _CommonSequence:
     Attributes:
         key: its prompt and its number in the batch.
         one, other: the sequence in each recording.
-        places_of_one, places_of_other: the positions of the common tokens in each.
+        positions_in_one, positions_in_other: the positions of the common tokens in each.
     """
 
     key: SequenceKey
     one: _Row
     other: _Row
-    places_of_one: np.ndarray
-    places_of_other: np.ndarray
+    positions_in_one: np.ndarray
+    positions_in_other: np.ndarray
 
     def tokens(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the values of the common tokens in both."""
         return (
-            self.one.tokens(name, self.places_of_one),
-            self.other.tokens(name, self.places_of_other),
+            self.one.tokens(name, self.positions_in_one),
+            self.other.tokens(name, self.positions_in_other),
         )
 
     def first_tokens(self, count: int | None) -> _CommonSequence:
         """Return the sequence with the first of the common tokens; with all by default."""
         return replace(
             self,
-            places_of_one=self.places_of_one[:count],
-            places_of_other=self.places_of_other[:count],
+            positions_in_one=self.positions_in_one[:count],
+            positions_in_other=self.positions_in_other[:count],
         )
 
 
@@ -335,18 +333,18 @@ def _common_sequences(one: TappedLayer, other: TappedLayer) -> Iterator[_CommonS
             raise InputError("taps", "have batches of one size", sizes)
         for number, row in rows_of_one.items():
             other_row = rows_of_other[number]
-            _, places, other_places = np.intersect1d(
-                row.places, other_row.places, return_indices=True
+            _, positions, other_positions = np.intersect1d(
+                row.positions, other_row.positions, return_indices=True
             )
-            yield _CommonSequence((prompt, number), row, other_row, places, other_places)
+            yield _CommonSequence((prompt, number), row, other_row, positions, other_positions)
 
 
 def _rows(sequences: list[Sequences]) -> dict[int, _Row]:
     """Return the sequences of a prompt by their number in the batch."""
     rows = {}
     for with_same_padding in sequences:
-        for place, number in enumerate(with_same_padding.rows):
-            rows[int(number)] = _Row(with_same_padding, place)
+        for index, number in enumerate(with_same_padding.rows):
+            rows[int(number)] = _Row(with_same_padding, index)
     return rows
 
 

@@ -22,7 +22,7 @@ class LayerVerdict(JsonRecord):
         name: the name of its module.
         index: its number.
         comparisons: one for each recorded stage.
-        diagnosis: of a layer that differs.
+        diagnosis: diagnosis of a layer that differs.
         not_compared: the reason if the layer was not compared; empty if it was.
         left_out: the sequences that were not compared although others were, and why; empty if all
             were.

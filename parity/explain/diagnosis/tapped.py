@@ -71,7 +71,7 @@ class Sequences:
         caches: by call and name, the attended keys and values, if they differ from the calls' own.
         first_call: `keys` and `values` of the first call: of all sequences of the batch, padding
             included, as a quantized cache computes its scales.
-        quantization: of the cache; None if it stores keys and values as they are.
+        quantization: quantization of the cache; None if it stores keys and values as they are.
     """
 
     rows: np.ndarray
@@ -88,7 +88,7 @@ class Sequences:
         return "key_input" in self.values
 
     @property
-    def places(self) -> np.ndarray:
+    def token_positions(self) -> np.ndarray:
         """The positions of the tokens of each sequence, (rows, T); 0, 1, … if they were not
         recorded.
         """
@@ -503,11 +503,11 @@ def _joined_values(calls: list[TappedCall], total: int) -> dict[str, np.ndarray]
     if len(calls) == 1 and "call_mask" in in_all:
         joined["call_mask"] = first["call_mask"]
     if "attn_weights" in in_all:
-        joined["attn_weights"] = _placed(calls, "attn_weights", total, 0)
+        joined["attn_weights"] = _joined_over_calls(calls, "attn_weights", total, 0)
     # A call of one token may have no mask, because it attends to all keys.
     have_masks = all("mask" in call.values or call.values["input"].shape[1] == 1 for call in calls)
     if have_masks and "q" in in_all:
-        joined["mask"] = _placed(calls, "mask", total, True)
+        joined["mask"] = _joined_over_calls(calls, "mask", total, True)
     return joined
 
 
@@ -535,7 +535,7 @@ def _joined_of_keys(calls: list[TappedCall], in_all: Collection[str]) -> dict[st
     return joined
 
 
-def _placed(calls: list[TappedCall], name: str, total: int, fill: float) -> np.ndarray:
+def _joined_over_calls(calls: list[TappedCall], name: str, total: int, fill: float) -> np.ndarray:
     """Join the values of queries and keys over calls; `fill` for keys that a call did not have."""
     first = calls[0].values
     dtype = np.dtype(bool)

@@ -107,7 +107,7 @@ def check_tap(
         >>> parity.check_tap(tapped, [spec], [weights]).passed
         True
     """
-    judge = _TapJudge(
+    check = _TapCheck(
         tapped,
         specs_of_layers(specs, tapped.layers),
         weights_of_layers(weights, tapped.layers),
@@ -115,7 +115,7 @@ def check_tap(
         cache_quantization,
         diagnoses=diagnoses,
     )
-    return TapVerdict([judge.verdict(layer) for layer in tapped.layers])
+    return TapVerdict([check.verdict(layer) for layer in tapped.layers])
 
 
 # ---- A layer -------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class _Explained:
     diagnosis: Diagnosis
 
 
-class _TapJudge:
+class _TapCheck:
     """Compares the layers of a recording, and tries the findings of one in the next.
 
     Args:
@@ -228,7 +228,7 @@ class _TapJudge:
         if not problems and rows_left_out:
             return replace(verdict, not_compared=verdict.left_out, left_out="")
         if not verdict.comparisons:
-            return replace(verdict, not_compared="nothing was seen of it but its input")
+            return replace(verdict, not_compared="only its input was recorded")
         if rows_left_out:
             rows = ", ".join(map(str, rows_left_out))
             verdict = replace(
@@ -378,7 +378,7 @@ def _compared(
         label = Label(reference.problem.case.name, backend, reference.problem.dtype, stage)
         comparison = reference.compare(observed[stage], label, arithmetic)
         comparison = reference.compare_noise(comparison, observed[stage], label, arithmetic)
-        local_ratio = trial.judgement(stage, ()).ratio
+        local_ratio = trial.deviation(stage, ()).ratio
         comparisons.append(comparison.with_step(local_ratio, "wrong for its recorded inputs"))
     return comparisons
 
@@ -454,11 +454,11 @@ def _explained_again(way: _TapWay, before: Diagnosis, arithmetic: str) -> Diagno
         if not wrong:
             return None
         result = search(trial, work)
-    judgement = trial.judgement(wrong[0], ())
+    deviation = trial.deviation(wrong[0], ())
     again = Diagnosis(
         wrong[0],
-        judgement.error,
-        judgement.ratio,
+        deviation.error,
+        deviation.ratio,
         result.findings,
         has_stages=len(trial.stages) > 1,
         dtype=way.problem.dtype,

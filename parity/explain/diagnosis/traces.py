@@ -8,13 +8,13 @@ import numpy as np
 
 from parity.explain.diagnosis.diagnose import SECONDS, Diagnosis, Finding, diagnose_trace
 from parity.measure.core.compare import Comparison, first_difference
-from parity.measure.core.trace import Reference, Trace, judge
+from parity.measure.core.trace import Reference, Trace, compare_trace
 
 
-def judge_together(traces: Sequence[Trace]) -> list[list[Comparison]]:
+def compare_together(traces: Sequence[Trace]) -> list[list[Comparison]]:
     """Compare each trace with the reference, which is computed once for all."""
     expected = Reference(traces[0].problem, any(trace.with_gradients for trace in traces))
-    return [judge(trace, expected) for trace in traces]
+    return [compare_trace(trace, expected) for trace in traces]
 
 
 def distances(one: Trace, other: Trace, sides: Sequence[Sequence[Comparison]]) -> dict[str, float]:
@@ -44,14 +44,14 @@ def diagnose_worst(
     """Diagnose the trace whose first wrong stage comes first.
 
     Args:
-        traces: of one problem.
+        traces: traces of one problem.
         sides: the comparisons of each with the reference.
         seconds: work of the search for bugs, see `diagnose`.
     """
     order: dict[str, int] = {}
     for comparisons in sides:
-        for place, comparison in enumerate(comparisons):
-            order[comparison.stage] = place
+        for index, comparison in enumerate(comparisons):
+            order[comparison.stage] = index
     worst, difference = 0, None
     for number, comparisons in enumerate(sides):
         first = first_difference(comparisons)

@@ -31,10 +31,10 @@ from parity.measure.core.compare import (
     NOT_MEASURED,
     NOTHING,
     SAME_PRECISION,
-    Judgement,
+    Deviation,
     budget,
+    deviation_of,
     is_close,
-    judged,
     norms_of,
     size_of,
     unit_of_rounding,
@@ -129,7 +129,7 @@ class Scope:
     """Limits of a search.
 
     Attributes:
-        judged: names of the stages to compare; all observed stages by default.
+        compared_stages: names of the stages to compare; all observed stages by default.
         only: names or descriptions of the bugs to try; all known bugs by default.
         is_quick: True to try single bugs only, and to leave unexplained stages without a
             description.
@@ -137,7 +137,7 @@ class Scope:
             unexplained one follow from it.
     """
 
-    judged: frozenset[str] | None = None
+    compared_stages: frozenset[str] | None = None
     only: frozenset[str] | None = None
     is_quick: bool = False
     is_one_by_one: bool = False
@@ -159,11 +159,11 @@ class Trial:
     Args:
         problem: the case, weights and inputs.
         observed: observed stages, in the reference's shapes.
-        arithmetic: of the hardware.
+        arithmetic: arithmetic of the hardware.
         choice: an allowed way to compute in the same precision.
         base: the innermost edit of every layer, see `remembering`.
         scope: the stages to compare, and the bugs to try.
-        reference: of the problem; its stages are not computed again.
+        reference: reference of the problem; its stages are not computed again.
         candidates: edits to try after the known bugs, of one who knows more than the stages.
     """
 
@@ -244,7 +244,7 @@ class Trial:
 
     def _forget(self) -> None:
         """Start without cached results."""
-        for name in ("stages", "_unseen_before", "_recounts"):
+        for name in ("stages", "_unobserved_before", "_recounts"):
             vars(self).pop(name, None)
         self._structural_by_steps: dict[frozenset[str], list[Edit]] = {}
         self._losses_by_steps: dict[frozenset[str], list[Edit]] = {}
@@ -252,7 +252,7 @@ class Trial:
         self._layers: dict[LayerKey, _EditedLayer] = {}
         self._bytes = 0
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
-        self._judgements: dict[tuple[Any, ...], Judgement] = {}
+        self._deviations: dict[tuple[Any, ...], Deviation] = {}
 
     # ---- The right layer -------------------------------------------------------------------------
 
@@ -299,10 +299,10 @@ class Trial:
     def stages(self) -> list[str]:
         """The names of the compared stages, in the order of the data flow."""
         stages = [name for name in self.values if name in self.observed]
-        judged = self.scope.judged
-        if judged is None:
+        compared_stages = self.scope.compared_stages
+        if compared_stages is None:
             return stages
-        return [name for name in stages if name in judged]
+        return [name for name in stages if name in compared_stages]
 
     def of_path(self, path: str) -> list[str]:
         """Return the compared stages of a path of a module; for an empty path, of the stage
@@ -315,11 +315,11 @@ class Trial:
         that was not observed; usual ones first.
 
         Args:
-            index: of the step.
+            index: index of the step.
             with_losses: include bugs that only lose precision, last. They are many.
         """
         steps = STEPS_OF_A_CALL if self.problem.case.is_cached else STEPS
-        kinds = {steps[number % len(steps)] for number in (*self._unseen_before[index], index)}
+        kinds = {steps[number % len(steps)] for number in (*self._unobserved_before[index], index)}
         known = [*self._structural(frozenset(kinds))]
         known += self._from_call_of(index, kinds)
         if with_losses:
@@ -330,8 +330,8 @@ class Trial:
         """Return the bugs of a cache that begin in the call of a step.
 
         Args:
-            index: of the step.
-            kinds: of the steps that these bugs may change.
+            index: index of the step.
+            kinds: kinds of the steps that these bugs may change.
         """
         call = stage_named(self.steps[index][0]).step
         changed = {"mask", "cache"}
@@ -443,7 +443,7 @@ class Trial:
         changed = set(self.observed)
         step: dict[str, np.ndarray] = {}
         try:
-            for number in (*self._unseen_before[index], index):
+            for number in (*self._unobserved_before[index], index):
                 for name, x in step.items():
                     if name not in self.observed:
                         values[name] = x
@@ -593,47 +593,49 @@ class Trial:
         return flow_of(self.problem) if self._right is None else self._right._flow
 
     @cached_property
-    def _unseen_before(self) -> list[list[int]]:
+    def _unobserved_before(self) -> list[list[int]]:
         """Return for each step the earlier steps that it depends on and that were not observed.
 
         The results of a module in one call affect only the module itself in the next, and nothing
         else does.
         """
-        unseen: dict[bool, list[int]] = {False: [], True: []}
+        unobserved: dict[bool, list[int]] = {False: [], True: []}
         before: list[list[int]] = []
         for index, names in enumerate(self.steps):
             # A step has either stages of the stage functions, or of paths of the module.
             is_module = any(stage_named(name).path for name in names)
-            before.append([*unseen[is_module]])
+            before.append([*unobserved[is_module]])
             for name in names:
                 if name not in self.observed and not stage_named(name).is_end:
-                    unseen[is_module].append(index)
+                    unobserved[is_module].append(index)
                     break
         return before
 
-    def is_unseen(self, index: int) -> bool:
+    def is_unobserved(self, index: int) -> bool:
         """Return True if a step depends on an earlier one that was not observed."""
-        return bool(self._unseen_before[index])
+        return bool(self._unobserved_before[index])
 
     # ---- Tolerances ------------------------------------------------------------------------------
 
-    def judgement(
+    def deviation(
         self, stage: str, edits: Edits, *, quick: bool = False, arithmetic: str = ""
-    ) -> Judgement:
+    ) -> Deviation:
         """Compare an observed stage with the one that has edits.
 
         Args:
             stage: the stage.
-            edits: of the expected values.
+            edits: edits of the expected values.
             quick: use approximately the budget of the right layer.
             arithmetic: the one that determines the budget; by default the hardware's.
         """
         key = (stage, edits, quick, arithmetic)
-        if key not in self._judgements:
-            self._judgements[key] = self._judged(*key)
-        return self._judgements[key]
+        if key not in self._deviations:
+            self._deviations[key] = self._compute_deviation(*key)
+        return self._deviations[key]
 
-    def _judged(self, stage: str, edits: Edits, quick: bool, arithmetic: str) -> Judgement:
+    def _compute_deviation(
+        self, stage: str, edits: Edits, quick: bool, arithmetic: str
+    ) -> Deviation:
         expected = self.stage(stage, edits)
         if self.observed[stage].shape != expected.shape:
             return NOT_MEASURED
@@ -643,15 +645,15 @@ class Trial:
         # of the right layer says nothing about them.
         is_quantized = self.problem.case.cache_quantization is not None
         if quick and not is_quantized:
-            return judged(*compared, self._about_allowed(stage, expected), stage)
+            return deviation_of(*compared, self._about_allowed(stage, expected), stage)
         allowed = self.allowed(stage, edits, arithmetic)
-        judgement = judged(*compared, allowed, stage)
-        if not is_close(judgement.ratio) or any(edit.is_loss for edit in edits):
-            return judgement
+        deviation = deviation_of(*compared, allowed, stage)
+        if not is_close(deviation.ratio) or any(edit.is_loss for edit in edits):
+            return deviation
         for recount in self._recounts:
             again = recount.allowed(stage, edits, arithmetic)
             allowed = {norm: max(limit, again[norm]) for norm, limit in allowed.items()}
-        return judged(*compared, allowed, stage)
+        return deviation_of(*compared, allowed, stage)
 
     def compared(self, stage: str, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return an observed stage and its expected values without the cells that are not
@@ -699,7 +701,10 @@ class Trial:
             return False
         spend_on(expected)
         actual, expected = _compared_cells(actual, expected, unused, stage)
-        return judged(actual, expected, self.allowed(stage, edits, form=form), stage).ratio <= 1.0
+        return (
+            deviation_of(actual, expected, self.allowed(stage, edits, form=form), stage).ratio
+            <= 1.0
+        )
 
     def allowed(
         self,
@@ -771,7 +776,7 @@ class Trial:
         """Return the stages that edits do not explain."""
         wrong: list[str] = []
         for stage in stages:
-            if self.judgement(stage, edits).ratio > 1.0:
+            if self.deviation(stage, edits).ratio > 1.0:
                 wrong.append(stage)
         return wrong
 
@@ -817,7 +822,7 @@ class Trial:
 
         Args:
             stage: the stage.
-            edits: of the expected values.
+            edits: edits of the expected values.
             limited: a context that raises a TimeoutError if parameters of the specification, or
                 parts of the layer, exceed the limit of work.
         """

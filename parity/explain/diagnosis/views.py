@@ -16,7 +16,7 @@ from parity.explain.diagnosis.findings import Diagnosis
 from parity.explain.diagnosis.readings import Reading, StageReadings, read
 from parity.explain.diagnosis.search import SearchResult
 from parity.explain.diagnosis.trial import Trial, WholeTrial
-from parity.measure.core.compare import NOT_MEASURED, Judgement, judged
+from parity.measure.core.compare import NOT_MEASURED, Deviation, deviation_of
 from parity.measure.core.stages import STAGES, stage_named
 from parity.measure.core.weights import is_floating
 
@@ -47,14 +47,14 @@ class StageView:
     """
 
     trial: Trial
-    before: dict[str, Judgement]
+    before: dict[str, Deviation]
     conventions: dict[str, str]
     malformed: dict[str, str]
 
     @cached_property
     def wrong(self) -> list[str]:
         """The stages that differ by themselves."""
-        return [stage for stage, judgement in self.before.items() if judgement.ratio > 1.0]
+        return [stage for stage, deviation in self.before.items() if deviation.ratio > 1.0]
 
     def may_be_right_with(self, choice: Choice) -> bool:
         """Return True if a stage that differs may be right with a different choice.
@@ -92,20 +92,20 @@ class StageView:
         """Return the diagnosis of this reading.
 
         Args:
-            result: of the search; None if nothing was searched.
+            result: result of the search; None if nothing was searched.
             untried: the parts of the search that exceeded the time limit.
         """
         wrong = self.wrong
         first = wrong[0] if wrong else next(iter(self.malformed), "")
-        judgement = Judgement(0.0, 0.0)
+        deviation = Deviation(0.0, 0.0)
         if first:
-            judgement = self.before.get(first, NOT_MEASURED)
+            deviation = self.before.get(first, NOT_MEASURED)
         trial = self.trial
         taken = {name: x for name, x in trial.observed.items() if name in self.conventions}
         diagnosis = Diagnosis(
             first,
-            judgement.error,
-            judgement.ratio,
+            deviation.error,
+            deviation.ratio,
             has_stages=len(trial.stages) > 1,
             malformed=self.malformed,
             conventions=self.conventions,
@@ -153,7 +153,7 @@ def _view(right: Trial, all_readings: AllReadings, readings: ChosenReadings) -> 
         if reading.words:
             conventions[name] = reading.words
     trial = right.observing(values, masked)
-    before = {stage: trial.judgement(stage, ()) for stage in trial.stages}
+    before = {stage: trial.deviation(stage, ()) for stage in trial.stages}
     return StageView(trial, before, conventions, _malformed(all_readings, readings))
 
 
@@ -273,8 +273,8 @@ def _may_be_a_choice(all_readings: AllReadings, agreeing: ChosenReadings, right:
             continue
         if stage_named(name).quantity in ("scores", "attn_weights"):
             return True
-        judgement = judged(reading.values, right.stage(name), right.allowed(name, ()), name)
-        if judgement.ratio > FAR_FROM_CHOICE:
+        deviation = deviation_of(reading.values, right.stage(name), right.allowed(name, ()), name)
+        if deviation.ratio > FAR_FROM_CHOICE:
             return False
     return True
 

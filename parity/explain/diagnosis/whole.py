@@ -1,8 +1,8 @@
 """The stages of a large layer, each compared as a whole: the verdict, and the tokens that show an
 error most.
 
-A search in samples finds the bug. The stage that differs, the size of its error and its place are
-from the whole.
+A search in samples finds the bug. The stage that differs, the size of its error and its location
+are from the whole.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from parity.explain.diagnosis.fits import Description, place_of
-from parity.measure.core.compare import FACTOR, Comparison, Label, floor, kept_dtype
+from parity.explain.diagnosis.fits import Description, location_of
+from parity.measure.core.compare import FACTOR, Comparison, Label, dtype_of_stage, floor
 from parity.measure.core.stages import stage_named
 from parity.measure.core.trace import Reference
 from parity.measure.core.unused import unused_cells
@@ -28,10 +28,10 @@ class WholeStages(Mapping[str, Comparison]):
 
     Args:
         observed: stages in the reference's order of axes.
-        reference: of their problem.
-        arithmetic: of the hardware.
+        reference: reference of their problem.
+        arithmetic: arithmetic of the hardware.
         comparisons: known comparisons with the reference, by stage.
-        prefix: of the stages' names in the reference, such as `step0.`.
+        prefix: prefix of the stages' names in the reference, such as `step0.`.
         passed: stages that are known to agree, such as scores in 16 bits.
     """
 
@@ -92,7 +92,7 @@ class WholeStages(Mapping[str, Comparison]):
         x = self._observed[name]
         if is_floating(x.dtype):
             # Scores in 16 bits have the same values in 32.
-            x = x.astype(kept_dtype(full_name, dtype), copy=False)
+            x = x.astype(dtype_of_stage(full_name, dtype), copy=False)
         label = Label("", "", dtype, full_name)
         with np.errstate(over="ignore", invalid="ignore"):
             return self._reference.compare_used(x, label, self._arithmetic)
@@ -116,7 +116,7 @@ class WholeStages(Mapping[str, Comparison]):
         reference, full_name = self._reference, self._prefix + name
         expected = reference.accumulated[full_name]
         same = reference.same_precision(local=False, arithmetic=self._arithmetic)[full_name]
-        return place_of(
+        return location_of(
             full_name,
             self._observed[name],
             expected,

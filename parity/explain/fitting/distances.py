@@ -69,9 +69,9 @@ def chunk_of(hidden: np.ndarray, cells: np.ndarray) -> int | None:
         hidden: the mask, True for hidden keys.
         cells: cells that count, (T, T): those in the future of a causal mask do not.
     """
-    places = np.arange(len(hidden))
+    positions = np.arange(len(hidden))
     for size in range(1, len(hidden)):
-        chunks = places // size
+        chunks = positions // size
         is_other = chunks[:, None] != chunks
         if np.array_equal(hidden[cells], is_other[cells]):
             return size

@@ -50,7 +50,7 @@ def fit_rotation(before: np.ndarray, after: np.ndarray, positions: np.ndarray) -
 
     Args:
         before, after: complex pairs before and after it, (B, N, T, pairs).
-        positions: of the tokens, (B or 1, T).
+        positions: positions of the tokens, (B or 1, T).
 
     Returns:
         None if no two consecutive tokens have consecutive positions.
@@ -66,13 +66,13 @@ def fit_rotation(before: np.ndarray, after: np.ndarray, positions: np.ndarray) -
     is_next = np.diff(positions, axis=1) == 1.0
     if not is_next.any():
         return None
-    places = positions[..., None]
+    positions_by_pair = positions[..., None]
     # From one token to the next, a pair turns by its frequency.
     steps = cross[:, 1:] * cross[:, :-1].conj() * is_next[..., None]
     frequencies = np.angle(steps.sum(axis=(0, 1)))
     for _ in range(REFINEMENTS):
-        frequencies = frequencies + _remaining_slope(cross, places, frequencies)
-    begin = np.angle((cross * np.exp(-1j * places * frequencies)).sum(axis=(0, 1)))
+        frequencies = frequencies + _remaining_slope(cross, positions_by_pair, frequencies)
+    begin = np.angle((cross * np.exp(-1j * positions_by_pair * frequencies)).sum(axis=(0, 1)))
     size = float((np.abs(before) ** 2).sum())
     amplitude = 1.0
     if size:
@@ -80,20 +80,22 @@ def fit_rotation(before: np.ndarray, after: np.ndarray, positions: np.ndarray) -
     return Rotation(frequencies, begin, amplitude)
 
 
-def _remaining_slope(cross: np.ndarray, places: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+def _remaining_slope(
+    cross: np.ndarray, positions: np.ndarray, frequencies: np.ndarray
+) -> np.ndarray:
     """Return how much the angles that frequencies leave grow with each position, a number for each
     pair.
 
     It is a straight line by least squares. Large pairs, whose angles are accurate, weigh most.
     """
-    turned_back = cross * np.exp(-1j * places * frequencies)
+    turned_back = cross * np.exp(-1j * positions * frequencies)
     mean = turned_back.sum(axis=(0, 1))
     # Relative to their mean, angles do not wrap around.
     angles = np.angle(turned_back * mean.conj())
     weight = np.abs(cross)
     total = np.maximum(weight.sum(axis=(0, 1)), 1e-300)
-    middle = (weight * places).sum(axis=(0, 1)) / total
-    away = places - middle
+    middle = (weight * positions).sum(axis=(0, 1)) / total
+    away = positions - middle
     spread = np.maximum((weight * away * away).sum(axis=(0, 1)), 1e-300)
     return (weight * away * angles).sum(axis=(0, 1)) / spread
 
@@ -103,7 +105,7 @@ def nearest_positions(turns: np.ndarray, frequencies: np.ndarray, most: int) -> 
 
     Args:
         turns: observed complex factor of each pair, (…, pairs).
-        frequencies: of the pairs, (pairs,).
+        frequencies: frequencies of the pairs, (pairs,).
         most: number of positions that are tried.
 
     Returns:

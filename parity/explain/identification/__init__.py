@@ -54,7 +54,7 @@ class Identification(JsonRecord):
     """An identified attention layer, or the reason why it was not identified.
 
     Attributes:
-        name: of the module.
+        name: name of the module.
         spec: its specification; None if it was not identified.
         weights: its canonical weights.
         names: parameter of the module that holds each weight; its full name if another module holds
@@ -74,7 +74,7 @@ class Identification(JsonRecord):
         fewest_tokens: smallest such number; `num_tokens` if the inputs cannot be cut.
         positions: first and last position of each verified run of positions.
         share: error of the layer on fresh inputs, relative to its budget; at most 1.
-        refusal: first stage that no field explains; empty if there is none.
+        reason: first stage that no field explains; empty if there is none.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Identification(JsonRecord):
     fewest_tokens: int = 0
     positions: tuple[tuple[int, int], ...] = ()
     share: float | None = None
-    refusal: str = ""
+    reason: str = ""
 
     IN_JSON = (
         "name",
@@ -107,12 +107,12 @@ class Identification(JsonRecord):
         "fewest_tokens",
         "positions",
         "share",
-        "refusal",
+        "reason",
     )
 
     def __str__(self) -> str:
         if self.spec is None:
-            return f"{self.name}: not identified, {self.refusal}"
+            return f"{self.name}: not identified, {self.reason}"
         causal = "not causal"
         if self.is_causal:
             causal = "causal"
@@ -302,8 +302,8 @@ def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[I
 
     identified = []
     for name in observer.layers:
-        if name in observer.refusals:
-            identified.append(Identification(name, refusal=observer.refusals[name]))
+        if name in observer.rejections:
+            identified.append(Identification(name, reason=observer.rejections[name]))
             continue
         calls_of_layer = list(calls)
         if far.runs_of(name):
@@ -334,19 +334,19 @@ def _fitted_layer(
     try:
         fit(layer, config, fitted, others)
     except (ValueError, TypeError) as error:
-        fitted.refusal = str(error)
+        fitted.reason = str(error)
     return fitted
 
 
 def _identified(name: str, fitted: FittedLayer, calls: Sequence[VerifyingCall]) -> Identification:
     """Verify a fitted layer in other calls, and return it."""
     rejected = Identification(name, from_call=fitted.from_call, evidence=fitted.evidence)
-    if fitted.refusal:
-        return replace(rejected, refusal=fitted.refusal)
+    if fitted.reason:
+        return replace(rejected, reason=fitted.reason)
     try:
         verification = verify(name, fitted, calls)
     except (ValueError, TypeError) as error:
-        return replace(rejected, refusal=str(error))
+        return replace(rejected, reason=str(error))
     inputs = dict(fitted.descriptions)
     output = inputs.pop("output")
     return Identification(

@@ -23,7 +23,7 @@ from parity.explain.identification.head_axes import (
     name_axes,
 )
 from parity.explain.identification.program import Values
-from parity.explain.identification.program_norms import NormPlace, find_norm
+from parity.explain.identification.program_norms import NormOfProgram, find_norm
 from parity.explain.identification.program_positions import movable_positions, with_positions_from
 from parity.explain.identification.program_scores import (
     HIDES,
@@ -71,7 +71,7 @@ class ArrangedAttention:
     unscaled: Mapping[int, int]
     factors: ScoreFactors
     scale: float
-    norms: Mapping[str, NormPlace]
+    norms: Mapping[str, NormOfProgram]
     positions: set[int]
 
     def heads(self, values: Values) -> dict[str, np.ndarray]:

@@ -39,15 +39,15 @@ class Linear:
         """Return the matrix, (out, in)."""
         return _with_axes_last(np.asarray(values[self.matrix]), self.axes[1])
 
-    def places_of(self, values: Values) -> np.ndarray:
+    def indices_of(self, values: Values) -> np.ndarray:
         """Return the index of each number of the product in an array (tokens, features)."""
         tokens = _other_sizes(values[self.input], self.axes[0])
         features = _other_sizes(values[self.matrix], self.axes[1])
         count = np.prod(tokens) * np.prod(features)
-        places = np.arange(count, dtype=np.int32).reshape(*tokens, *features)
+        indices = np.arange(count, dtype=np.int32).reshape(*tokens, *features)
         if self.is_input_first:
-            return places
-        return np.moveaxis(places, range(len(tokens)), range(-len(tokens), 0))
+            return indices
+        return np.moveaxis(indices, range(len(tokens)), range(-len(tokens), 0))
 
 
 def _other_sizes(x: np.ndarray, contracted: Sequence[int]) -> list[int]:
@@ -70,13 +70,13 @@ class BiasedProduct:
 
     Attributes:
         output: number of the sum.
-        places: index of each of its elements in an array (tokens, features) of the product.
+        indices: index of each of its elements in an array (tokens, features) of the product.
         bias: number of the bias; None if there is none.
         leaves: names of the parameters that the bias is computed from.
     """
 
     output: int
-    places: np.ndarray = field(repr=False)
+    indices: np.ndarray = field(repr=False)
     bias: int | None = None
     leaves: tuple[str, ...] = ()
 
@@ -317,46 +317,46 @@ class AttentionFinder:
 
     def with_biases(self, linear: Linear, values: Values) -> list[BiasedProduct]:
         """Return a product with the biases that are added to all or some of its features."""
-        all_places = linear.places_of(values)
+        all_indices = linear.indices_of(values)
         sums: list[BiasedProduct] = []
-        waiting = [(linear.output, all_places)]
+        waiting = [(linear.output, all_indices)]
         while waiting:
-            number, places = waiting.pop()
+            number, indices = waiting.pop()
             for operation in self.program.consumers.get(number, ()):
                 if self.program.moved_from(operation) == number:
-                    waiting += _moved_places(operation, places, values)
+                    waiting += _moved_indices(operation, indices, values)
                     continue
-                biased = self._as_sum(operation, number, places, values)
+                biased = self._as_sum(operation, number, indices, values)
                 if biased is not None:
                     sums.append(biased)
         if sums:
-            covered = np.unique(np.concatenate([biased.places.ravel() for biased in sums]))
-            if covered.size == all_places.size:
+            covered = np.unique(np.concatenate([biased.indices.ravel() for biased in sums]))
+            if covered.size == all_indices.size:
                 return sums
         # Some features have no bias: the product itself holds them.
-        return [BiasedProduct(linear.output, all_places), *sums]
+        return [BiasedProduct(linear.output, all_indices), *sums]
 
     def _as_sum(
-        self, operation: Operation, number: int, places: np.ndarray, values: Values
+        self, operation: Operation, number: int, indices: np.ndarray, values: Values
     ) -> BiasedProduct | None:
         """Return the sum of a value and parameters; None if an operation is something else."""
         if operation.name != "add" or len(set(operation.inputs)) != 2:
             return None
         (bias,) = set(operation.inputs) - {number}
-        if bias in self.varying or np.shape(values[operation.outputs[0]]) != places.shape:
+        if bias in self.varying or np.shape(values[operation.outputs[0]]) != indices.shape:
             return None
         leaves = self.leaves_of(bias)
         if not leaves:
             return None
-        return BiasedProduct(operation.outputs[0], places, bias, leaves)
+        return BiasedProduct(operation.outputs[0], indices, bias, leaves)
 
 
-def _moved_places(
-    operation: Operation, places: np.ndarray, values: Values
+def _moved_indices(
+    operation: Operation, indices: np.ndarray, values: Values
 ) -> list[tuple[int, np.ndarray]]:
-    """Return the outputs of an operation that moves elements, with the moved positions."""
-    if operation.name == "convert_element_type":  # positions stay integers
-        return [(operation.outputs[0], places)]
+    """Return the outputs of an operation that moves elements, with the moved indices."""
+    if operation.name == "convert_element_type":  # indices stay integers
+        return [(operation.outputs[0], indices)]
     others = [values[number] for number in operation.inputs[1:]]
-    moved = operation.run(places, *others)
+    moved = operation.run(indices, *others)
     return [(out, np.asarray(x)) for out, x in zip(operation.outputs, moved, strict=True)]

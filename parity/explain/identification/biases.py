@@ -79,7 +79,7 @@ def added_to(
         scores: input of the softmax, (B, N, T, S).
         expected: scores without these values, (B, N, T, S).
         hidden: keys that queries do not attend to, (T, S).
-        description: of the expected scores, for messages.
+        description: description of the expected scores, for messages.
 
     Raises:
         ValueError: if they differ between sequences.
@@ -161,8 +161,8 @@ def fit_relative_bias(
             continue
         for relative in _relative_biases(len(table), max_distances, is_causal=is_causal):
             farthest = relative.max_distance
-            places = np.clip(distances, -farthest, farthest) + farthest
-            if added.is_near(_looked_up(table, relative.buckets()[places])):
+            bucket_indices = np.clip(distances, -farthest, farthest) + farthest
+            if added.is_near(_looked_up(table, relative.buckets()[bucket_indices])):
                 return relative, name
         for grid in _grids(distances.shape, len(table)):
             if added.is_near(_looked_up(table, grid.buckets())):

@@ -44,7 +44,7 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
 
     Args:
         layer: the observed layer.
-        name: of the argument that is its mask; empty if there is none.
+        name: name of the argument that is its mask; empty if there is none.
         is_large: whether scores are so large that finite values may not hide keys. Only sequences
             without hidden keys remain.
 

@@ -95,7 +95,7 @@ def describe_endpoints(
     Args:
         layer: the layer as observed, not the result of `between_endpoints`.
         endpoints: the endpoints of its attention.
-        factor: of the inputs of projections.
+        factor: factor of the inputs of projections.
 
     Raises:
         ValueError: if the module changes the output in an unknown way.

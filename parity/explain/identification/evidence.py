@@ -25,22 +25,22 @@ class Evidence:
         value: its value.
         how: how it was found.
         up_to: number of tokens up to which it was observed; None if it does not depend on that.
-        is_seen: False if it was read from an attribute or a configuration, because the input was
-            too short to show it.
+        is_observed: False if it was read from an attribute or a configuration, because the input
+            was too short to show it.
     """
 
     field: str
     value: Any
     how: str
     up_to: int | None = None
-    is_seen: bool = True
+    is_observed: bool = True
 
     def __str__(self) -> str:
         text = f"{self.field}={self.value!r}: {self.how}"
-        if not self.is_seen:
-            return f"{text}, not seen"
+        if not self.is_observed:
+            return f"{text}, not observed"
         if self.up_to is not None:
-            return f"{text}, seen up to {self.up_to} tokens"
+            return f"{text}, observed up to {self.up_to} tokens"
         return text
 
 
@@ -49,7 +49,7 @@ class FittedLayer:
     """A layer of which some fields are fitted.
 
     Attributes:
-        fields: of the specification.
+        fields: fields of the specification.
         weights: canonical weights.
         names: parameter of the module that holds each weight.
         rows: rows of that parameter, for each weight that does not hold all of them once and in
@@ -63,7 +63,7 @@ class FittedLayer:
         from_call: arguments that hold segments, a mask, a bias, positions or a scale, by that part
             of a call.
         mask: name of the argument that hides keys of some sequences only; empty if there is none.
-        refusal: first stage that no field explains; empty if there is none.
+        reason: first stage that no field explains; empty if there is none.
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -78,14 +78,14 @@ class FittedLayer:
     received: dict[str, str] = field(default_factory=dict)
     from_call: dict[str, str] = field(default_factory=dict)
     mask: str = ""
-    refusal: str = ""
+    reason: str = ""
 
     def add(
-        self, name: str, value: Any, how: str, *, up_to: int | None = None, is_seen: bool = True
+        self, name: str, value: Any, how: str, *, up_to: int | None = None, is_observed: bool = True
     ) -> None:
         """Add a field of the specification, and how it was found."""
         self.fields[name] = value
-        self.evidence.append(Evidence(name, value, how, up_to, is_seen))
+        self.evidence.append(Evidence(name, value, how, up_to, is_observed))
 
     def agree(self, name: str, value: Any) -> None:
         """Add a field of the specification that queries and keys share.

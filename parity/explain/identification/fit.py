@@ -95,10 +95,10 @@ def _check_observable(layer: ObservedLayer) -> None:
     values = layer.values
     missing = [name for name in ("q", "k", "v", "output") if name not in values]
     if missing or layer.tapped.calls[0].past:
-        reason = layer.tapped.not_seen
+        reason = layer.tapped.not_observed
         if not reason and missing:
             reason = f"no {' or '.join(missing)}"
-        rule = "be attention whose queries, keys and values are seen"
+        rule = "be attention whose queries, keys and values are observed"
         raise InputError("the layer", rule, reason or "a cache")
     batch_size, _, num_tokens, _ = values["q"].shape
     longest = num_tokens
@@ -191,7 +191,7 @@ def _project(layer: ObservedLayer, part: str, traced: Traced, fitted: FittedLaye
     if len(traced.modules) != 1:
         raise InputError(name, "return the features of the heads", "several that do")
     (submodule,) = traced.modules
-    has_bias = fitted.project(name, submodule, traced.places)
+    has_bias = fitted.project(name, submodule, traced.indices)
     fitted.endpoints[SIDES[part]] = endpoint_of(submodule)
     if part != "q":
         _describe_copies(part, traced, layer.values["q"].shape[1], fitted)
@@ -208,7 +208,7 @@ def _describe_copies(part: str, traced: Traced, num_heads: int, fitted: FittedLa
     evidence shows which heads are equal.
     """
     first_heads: list[int] = []  # for each head, the first head with the same rows
-    heads = traced.places_by_head.tolist()
+    heads = traced.indices_by_head.tolist()
     for rows in heads:
         first_heads.append(heads.index(rows))
     distinct = sorted(set(first_heads))

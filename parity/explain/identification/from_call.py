@@ -30,7 +30,7 @@ SEGMENTS, MASK, BIAS, SCALE, POSITIONS = "segment_ids", "mask", "bias", "scale",
 """Parts of a call, by the names of the arguments of our own layers."""
 
 UNKNOWN = "unknown"
-"""Arguments with no other value that the layer accepts, so that their effect is not seen."""
+"""Arguments with no other value that the layer accepts, so that their effect is not observed."""
 
 
 def parts_from_call(layer: ObservedLayer, inputs: Collection[str]) -> dict[str, str]:
@@ -97,16 +97,16 @@ def _with_argument(layer: ObservedLayer, name: str, value: Any) -> Call:
     args, kwargs = layer.call or ((), {})
     if name in kwargs:
         return args, {**kwargs, name: value}
-    place = 0
+    index = 0
     for parameter in inspect.signature(layer.module.forward).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             # Such arguments are named by the parameter and their number.
-            place += int(name.removeprefix(parameter.name))
+            index += int(name.removeprefix(parameter.name))
             break
         if parameter.name == name:
             break
-        place += 1
-    return (*args[:place], value, *args[place + 1 :]), kwargs
+        index += 1
+    return (*args[:index], value, *args[index + 1 :]), kwargs
 
 
 def _call_again(
@@ -127,7 +127,7 @@ class _Experiment:
     """A layer, called with two values of one argument.
 
     Attributes:
-        name: of the argument.
+        name: name of the argument.
         value: in the first call.
         changed_value: in the second call.
         before: record of the first call.
@@ -150,7 +150,7 @@ class _Experiment:
         before, after = self.before.calls[0].values, self.after.calls[0].values
         if "q" in before and "q" not in after:
             rule = "have other values with which the layer is one attention"
-            raise InputError(self.name, rule, self.after.not_seen)
+            raise InputError(self.name, rule, self.after.not_observed)
         if self._changes("q") or self._changes("k"):
             return POSITIONS
         if self._changes("v"):

@@ -109,15 +109,15 @@ def _projections(arguments: Mapping[str, Any]) -> list[Projected]:
         parts = ["weight", "bias"]
 
     projections = []
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         leaves = {"weight": f"{name}_weight", "bias": "in_proj_bias"}
-        first_row = place * len(weights[0])
+        first_row = index * len(weights[0])
         projection = Projected(
             name,
-            calls[place],
-            _linear(weights[place], biases[place]),
-            _by_sequence(inputs[place]),
-            _by_sequence(outputs[place]),
+            calls[index],
+            _linear(weights[index], biases[index]),
+            _by_sequence(inputs[index]),
+            _by_sequence(outputs[index]),
             leaves,
             dict.fromkeys(parts, first_row),
         )

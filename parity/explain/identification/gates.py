@@ -20,7 +20,7 @@ class GateBias(NamedTuple):
     """A parameter of a layer that may be added to the output of the projection of its gate.
 
     Attributes:
-        name: of the parameter; empty for no bias.
+        name: name of the parameter; empty for no bias.
         added: the number for each feature of the projection.
     """
 
@@ -37,13 +37,13 @@ class ObservedGate(NamedTuple):
     Attributes:
         gate: without the bias of its projection.
         projection: the submodule whose features it is the sigmoid of.
-        places: positions of these features in its output.
+        indices: indices of these features in its output.
         bias: added to them.
     """
 
     gate: Gate
     projection: Submodule
-    places: np.ndarray
+    indices: np.ndarray
     bias: GateBias
 
 
@@ -57,14 +57,14 @@ def fit_gate(layer: ObservedLayer, projected: np.ndarray, fitted: FittedLayer) -
     """
     query = layer.submodule(*fitted.endpoints["query"])
     for observed in _gates_of(layer, projected):
-        projection, places, bias = observed.projection, observed.places, observed.bias
+        projection, indices, bias = observed.projection, observed.indices, observed.bias
         if not np.array_equal(as_tokens(projection.input), as_tokens(query.input)):
             continue
-        has_bias = fitted.project("gate_proj", projection, places)
+        has_bias = fitted.project("gate_proj", projection, indices)
         how = f"the context is multiplied by the sigmoid of the output of {projection.name}"
         if bias.name:
             own_bias = fitted.weights.get("gate_proj.bias", 0.0)
-            fitted.weights["gate_proj.bias"] = bias.added[places] + own_bias
+            fitted.weights["gate_proj.bias"] = bias.added[indices] + own_bias
             fitted.names["gate_proj.bias"] = bias.name
             has_bias = True
             how += f" plus {bias.name}"
@@ -90,14 +90,14 @@ def _gates_of(layer: ObservedLayer, projected: np.ndarray) -> Iterator[ObservedG
             continue
         features = as_tokens(projection.output).astype(np.float64) + bias.added
         opened = 1.0 / (1.0 + np.exp(-features))
-        places = _nearest_columns(factors, opened)
-        if not is_close(context * opened[:, places], projected):
+        indices = _nearest_columns(factors, opened)
+        if not is_close(context * opened[:, indices], projected):
             continue
-        by_head = places.reshape(num_heads, head_dim)
+        by_head = indices.reshape(num_heads, head_dim)
         per_head = head_dim > 1 and bool((by_head == by_head[:, :1]).all())
         if per_head:
-            places = by_head[:, 0]
-        yield ObservedGate(Gate(per_head=per_head), projection, places, bias)
+            indices = by_head[:, 0]
+        yield ObservedGate(Gate(per_head=per_head), projection, indices, bias)
 
 
 def _nearest_columns(wanted: np.ndarray, columns: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ class LatentNorm:
 
     Attributes:
         source: projection that returned the latent.
-        places: indices of its features in that output.
+        indices: indices of its features in that output.
         norm: the norm that follows.
         name: name of the norm.
         weights: weights of the norm.
@@ -33,7 +33,7 @@ class LatentNorm:
     """
 
     source: Submodule
-    places: list[int]
+    indices: list[int]
     norm: Norm
     name: str
     weights: Weights
@@ -50,9 +50,9 @@ def latent_before(layer: ObservedLayer, projection: Submodule) -> LatentNorm | N
         source = _source_of(layer, as_tokens(submodule.input))
         if source is None:
             continue
-        linear, places = source
+        linear, indices = source
         norm, weights = norm_of(submodule, "width")
-        return LatentNorm(linear, places, norm, submodule.name, weights, factor)
+        return LatentNorm(linear, indices, norm, submodule.name, weights, factor)
     return None
 
 
@@ -79,9 +79,9 @@ def _source_of(layer: ObservedLayer, features: np.ndarray) -> tuple[Submodule, l
         output = as_tokens(linear.output)
         if len(output) != len(features):
             continue
-        place_of_bits = {bits: place for place, bits in enumerate(columns_of(output))}
-        if place_of_bits.keys() >= set(columns):
-            return linear, [place_of_bits[bits] for bits in columns]
+        index_of_bits = {bits: index for index, bits in enumerate(columns_of(output))}
+        if index_of_bits.keys() >= set(columns):
+            return linear, [index_of_bits[bits] for bits in columns]
     return None
 
 
@@ -113,25 +113,27 @@ def fit_latents(layer: ObservedLayer, fitted: FittedLayer, q: Traced, k: Traced,
         raise InputError("latents", rule, "several")
 
     # All heads share the rotated features of keys: the features of the first head stand for all.
-    k_rotated = shared_keys.places_by_head[0]
-    q_places = q.places_by_head
-    order = _interleaved_order(fitted.fields.get("rope"), k_rotated, q_places[:, own_dim:])
+    k_rotated = shared_keys.indices_by_head[0]
+    q_indices = q.indices_by_head
+    order = _interleaved_order(fitted.fields.get("rope"), k_rotated, q_indices[:, own_dim:])
     if order is not None:
         _use_interleaved_pairs(fitted)
         k_rotated = k_rotated[order]
-        q_places = np.concatenate([q_places[:, :own_dim], q_places[:, own_dim:][:, order]], axis=1)
+        q_indices = np.concatenate(
+            [q_indices[:, :own_dim], q_indices[:, own_dim:][:, order]], axis=1
+        )
 
-    own_keys = k.of_head(slice(0, own_dim)).places_by_head
-    kv_places = np.concatenate([own_keys, v.places.reshape(num_heads, -1)], axis=1)
-    kv_bias = _project_latent("kv", kv_latent, [*kv_latent.places, *k_rotated], fitted)
-    _project_from_latent("kv_b_proj", kv_b, kv_places, fitted)
+    own_keys = k.of_head(slice(0, own_dim)).indices_by_head
+    kv_indices = np.concatenate([own_keys, v.indices.reshape(num_heads, -1)], axis=1)
+    kv_bias = _project_latent("kv", kv_latent, [*kv_latent.indices, *k_rotated], fitted)
+    _project_from_latent("kv_b_proj", kv_b, kv_indices, fitted)
     if q_latent is None:
         q_source = q_last
-        q_bias = fitted.project("q_proj", q_last, q_places.reshape(-1))
+        q_bias = fitted.project("q_proj", q_last, q_indices.reshape(-1))
     else:
         q_source = q_latent.source
-        q_bias = _project_latent("q", q_latent, q_latent.places, fitted)
-        _project_from_latent("q_b_proj", q_last, q_places, fitted)
+        q_bias = _project_latent("q", q_latent, q_latent.indices, fitted)
+        _project_from_latent("q_b_proj", q_last, q_indices, fitted)
 
     width = kv_latent.source.input.shape[-1]
     latent = _latent(kv_latent, q_latent, rope_dim, width, q.factor)
@@ -153,14 +155,14 @@ def _project_latent(
 
 
 def _project_from_latent(
-    name: str, submodule: Submodule, places: np.ndarray, fitted: FittedLayer
+    name: str, submodule: Submodule, indices: np.ndarray, fitted: FittedLayer
 ) -> None:
-    """Use a projection of a latent, by the positions (N, features) of its heads.
+    """Use a projection of a latent, by the indices (N, features) of its heads.
 
     Raises:
         ValueError: if it has a bias.
     """
-    if fitted.project(name, submodule, places.reshape(-1)):
+    if fitted.project(name, submodule, indices.reshape(-1)):
         raise InputError("projections of latents", "have no bias", f"one of {submodule.name}")
 
 
@@ -175,8 +177,8 @@ def _num_shared_features(k: Traced) -> int:
     is_shared = is_shared.reshape(num_heads, head_dim)
     count = int(is_shared[0].sum())
     is_trailing = np.arange(head_dim) >= head_dim - count
-    places = k.places_by_head[:, head_dim - count :]
-    if not (is_shared == is_trailing).all() or not (places == places[0]).all():
+    indices = k.indices_by_head[:, head_dim - count :]
+    if not (is_shared == is_trailing).all() or not (indices == indices[0]).all():
         raise InputError("keys", "end with features that all heads share", "a different order")
     return count
 
@@ -185,21 +187,21 @@ def _num_shared_features(k: Traced) -> int:
 
 
 def _interleaved_order(
-    rope: Rope | None, k_places: np.ndarray, q_places: np.ndarray
+    rope: Rope | None, k_indices: np.ndarray, q_indices: np.ndarray
 ) -> np.ndarray | None:
     """Return the order in which rotated features ascend, if a layer reads interleaved pairs as
     halves; otherwise None.
 
     Args:
         rope: as fitted to the heads.
-        k_places: indices of the rotated features of keys in the output of their projection, (R,).
-        q_places: the same for queries, (N, R).
+        k_indices: indices of the rotated features of keys in the output of their projection, (R,).
+        q_indices: the same for queries, (N, R).
     """
-    if rope is None or rope.pairs != "half" or len(k_places) < 4:
+    if rope is None or rope.pairs != "half" or len(k_indices) < 4:
         return None
-    order = Rope().pair_order(len(k_places))
-    for places in (k_places, *q_places):
-        if (np.diff(places[order]) != 1).any():
+    order = Rope().pair_order(len(k_indices))
+    for indices in (k_indices, *q_indices):
+        if (np.diff(indices[order]) != 1).any():
             return None
     return order
 
@@ -228,16 +230,16 @@ def _latent(
     q_rank = None
     if q is not None:
         norms.add(q.norm)
-        q_rank = len(q.places)
+        q_rank = len(q.indices)
         q_factor = q_factor * q.factor
     _check_norms(list(norms))
     return Latent(
-        len(kv.places),
+        len(kv.indices),
         rope_dim,
         q_rank,
         kv.norm.eps,
         _as_root(q_factor, width, q_rank),
-        _as_root(kv.factor, width, len(kv.places)),
+        _as_root(kv.factor, width, len(kv.indices)),
     )
 
 

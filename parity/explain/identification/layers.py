@@ -36,17 +36,17 @@ class LiveLayer(JsonRecord):
     """An attention layer of a live model, found by rules, by observation, or by both.
 
     Attributes:
-        name: of the module.
-        spec: its verified specification; None if there is a refusal.
+        name: name of the module.
+        spec: its verified specification; None if it is not identified.
         weights: its canonical weights.
         is_causal: whether queries attend to no later key.
         from_call: arguments that each call must pass in addition to the inputs, as in
             `Identification`.
         source: origin of the specification: `rules` of its family, `observation`, or `both`; empty
-            if there is a refusal.
+            if it is not identified.
         share: error of its recorded outputs, relative to its budget.
-        not_ruled: why no rules describe it; empty if rules do.
-        refusal: why it has no specification; empty if it has one.
+        no_rules_reason: why no rules describe it; empty if rules do.
+        reason: why it has no specification; empty if it has one.
         comparisons: comparison of each recorded stage with the reference; empty if its inputs or
             its output do not belong to attention.
         identification: result of observation alone.
@@ -59,8 +59,8 @@ class LiveLayer(JsonRecord):
     from_call: dict[str, str] = field(default_factory=dict, repr=False)
     source: Source = ""
     share: float | None = None
-    not_ruled: str = ""
-    refusal: str = ""
+    no_rules_reason: str = ""
+    reason: str = ""
     comparisons: list[Comparison] = field(default_factory=list, repr=False)
     identification: Identification = field(default_factory=_not_identified)
 
@@ -70,9 +70,9 @@ class LiveLayer(JsonRecord):
 
     def __str__(self) -> str:
         if self.spec is None:
-            return f"{self.name}: not identified, {self.refusal}"
+            return f"{self.name}: not identified, {self.reason}"
         if self.name == self.identification.name and self.identification.spec is not None:
-            rules = f"no rules: {self.not_ruled}"
+            rules = f"no rules: {self.no_rules_reason}"
             if self.source == "both":
                 rules = "rules agree"
             return f"{self.identification}\n  {rules}"
@@ -134,7 +134,7 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
             alone = replace(tapped, layers=[layer])
             live.append(_live_layer(identified[layer.name], alone, model))
         else:
-            live.append(LiveLayer(layer.name, refusal="it did not run with these inputs"))
+            live.append(LiveLayer(layer.name, reason="it did not run with these inputs"))
     return live
 
 
@@ -151,8 +151,8 @@ def _flax_layer(identified: Identification) -> LiveLayer:
         from_call=identified.from_call,
         source=source,
         share=identified.share,
-        not_ruled="rules are for models of torch",
-        refusal=identified.refusal,
+        no_rules_reason="rules are for models of torch",
+        reason=identified.reason,
         identification=identified,
     )
 
@@ -165,12 +165,14 @@ def _live_layer(identified: Identification, tapped: Tapped, model: Any) -> LiveL
         tapped: a recording of that layer alone.
         model: its model.
     """
-    ruled, not_ruled = _find_ruled(model, identified.name)
+    ruled, no_rules_reason = _find_ruled(model, identified.name)
     if ruled is None:
-        live = LiveLayer(identified.name, not_ruled=not_ruled, identification=identified)
+        live = LiveLayer(
+            identified.name, no_rules_reason=no_rules_reason, identification=identified
+        )
         if identified.spec is None:
-            refusal = f"{identified.refusal}; and no rules, {not_ruled}"
-            return replace(live, refusal=refusal)
+            reason = f"{identified.reason}; and no rules, {no_rules_reason}"
+            return replace(live, reason=reason)
         observed = replace(live, spec=identified.spec, is_causal=identified.is_causal)
         layer, weights = observed.at(tapped.layers[0].index), identified.weights
     else:
@@ -178,15 +180,15 @@ def _live_layer(identified: Identification, tapped: Tapped, model: Any) -> LiveL
         live = LiveLayer(layer.path, identification=identified)
         differences = _differences(ruled, identified)
         if differences:
-            return replace(live, refusal=f"rules say {', '.join(differences)}")
+            return replace(live, reason=f"rules say {', '.join(differences)}")
 
     verdict = check_tap(tapped, [layer], {identified.name: weights}, diagnoses=False).layers[0]
     # Observation has verified it between its projections at least.
     is_verified = identified.spec is not None and live.name == identified.name
     if not verdict.passed and not is_verified:
         reason = verdict.not_compared or _describe_difference(verdict.difference)
-        reasons = [f"it is not {layer.spec}", reason, identified.refusal]
-        return replace(live, refusal="; ".join(filter(None, reasons)))
+        reasons = [f"it is not {layer.spec}", reason, identified.reason]
+        return replace(live, reason="; ".join(filter(None, reasons)))
     comparisons = []
     if verdict.passed:
         comparisons = verdict.comparisons
@@ -301,7 +303,7 @@ def _different_fields(
 def _describe_keys(ruled: ModelLayer, name: str) -> str:
     """Return the keys that a layer shares by rules, in the words of observation."""
     parts = name.split(".")
-    for place, part in enumerate(parts):
+    for i, part in enumerate(parts):
         if part == str(ruled.index):
-            parts[place] = str(ruled.kv_source)
+            parts[i] = str(ruled.kv_source)
     return f"the keys of {'.'.join(parts)}"

@@ -39,8 +39,8 @@ def fit_norm(part: str, traced: Traced) -> tuple[Norm, Weights, np.ndarray]:
     else:
         norm, weights = _norm_of_each_head(part, traced)
     columns = []
-    for source, place in zip(traced.sources, traced.places, strict=True):
-        columns.append(_input_feature(source, place, batch_size, num_tokens))
+    for source, index in zip(traced.sources, traced.indices, strict=True):
+        columns.append(_input_feature(source, index, batch_size, num_tokens))
     features = np.stack(columns, axis=-1).reshape(batch_size, num_tokens, num_heads, head_dim)
     return norm, weights, features.transpose(0, 2, 1, 3)
 
@@ -57,7 +57,7 @@ def _one_norm(part: str, traced: Traced) -> tuple[Norm, Weights]:
     if is_wide or norm.per_head:
         # The weights belong to features in their order.
         x = tokens_of(module.input, batch_size, num_tokens)
-        if x is None or not np.array_equal(traced.places, np.arange(x.shape[-1])):
+        if x is None or not np.array_equal(traced.indices, np.arange(x.shape[-1])):
             raise InputError(f"{part}_norm", "return the heads in their order", "a different order")
     return norm, weights
 
@@ -69,9 +69,9 @@ def _norm_of_each_head(part: str, traced: Traced) -> tuple[Norm, Weights]:
     weights_of_heads: list[Weights] = []
     for head in range(num_heads):
         features = slice(head * head_dim, (head + 1) * head_dim)
-        sources, places = traced.sources[features], traced.places[features]
+        sources, indices = traced.sources[features], traced.indices[features]
         has_one_source = all(source is sources[0] for source in sources)
-        if not has_one_source or not np.array_equal(places, np.arange(head_dim)):
+        if not has_one_source or not np.array_equal(indices, np.arange(head_dim)):
             rule = "be one norm, or one for each head"
             raise InputError(f"{part}_norm", rule, "features of several")
         norm, weights = norm_of(sources[0], "head")
@@ -85,12 +85,12 @@ def _norm_of_each_head(part: str, traced: Traced) -> tuple[Norm, Weights]:
     return norms[0].replace(per_head=bool(stacked)), stacked
 
 
-def _input_feature(source: Submodule, place: int, batch_size: int, num_tokens: int) -> np.ndarray:
-    """Return the input feature (B, T) at a position of the output of a norm."""
+def _input_feature(source: Submodule, index: int, batch_size: int, num_tokens: int) -> np.ndarray:
+    """Return the input feature (B, T) at an index of the output of a norm."""
     x = tokens_of(source.input, batch_size, num_tokens)
     if x is None:
         raise InputError(source.name, "receive tokens or heads", f"{source.input.shape}")
-    return x[..., place]
+    return x[..., index]
 
 
 def norm_of(submodule: Submodule, over: Literal["head", "width"]) -> tuple[Norm, Weights]:

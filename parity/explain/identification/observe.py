@@ -329,7 +329,7 @@ class InputMultiplier:
     Attributes:
         name: full name of the projection.
         factors: factor of each call, by its number.
-        recorders: of all layers, by name; filled later.
+        recorders: recorders of all layers, by name; filled later.
     """
 
     name: str

@@ -34,7 +34,7 @@ from parity.explain.identification.from_call import (
 )
 from parity.explain.identification.observe import ObservedLayer, Submodule
 from parity.explain.identification.program import Program, Values
-from parity.explain.identification.program_norms import NormPlace
+from parity.explain.identification.program_norms import NormOfProgram
 from parity.explain.identification.trace import columns_of, features_of
 from parity.measure.core.arrays import to_jax
 from parity.port.tapping.record import TappedCall, TappedLayer
@@ -82,7 +82,7 @@ class FlaxObserver:
     Attributes:
         inputs: arrays by the first keyword that holds them.
         arrangements: attention by layer name.
-        refusals: reason why attention could not be arranged as heads, by layer name.
+        rejections: reason why attention could not be arranged as heads, by layer name.
         layers: names of the layers, in order.
         observed: the layers in the call with these inputs.
 
@@ -104,14 +104,14 @@ class FlaxObserver:
         self.finder = AttentionFinder(self.program, names)
         self.arrangements: dict[str, ArrangedAttention] = {}
         self.observed: list[ObservedLayer] = []
-        self.refusals: dict[str, str] = {}
+        self.rejections: dict[str, str] = {}
         self._leaves_of_layer: dict[str, Sequence[str]] = {}
         self._full_names: dict[tuple[str, str], str] = {}
         patterns = layers
         if isinstance(layers, str):
             patterns = (layers,)
         self._find_layers(patterns)
-        self._refuse_unseen_modules(patterns)
+        self._reject_unobserved_modules(patterns)
         if not self._leaves_of_layer:
             got = "none"
             if patterns is not None:
@@ -153,7 +153,7 @@ class FlaxObserver:
                 continue
             self._leaves_of_layer[name] = attention.leaves
             if isinstance(attention, NotAttention):
-                self.refusals[name] = attention.reason
+                self.rejections[name] = attention.reason
                 continue
             try:
                 arrangement = arrange(self.finder, attention, values)
@@ -161,10 +161,10 @@ class FlaxObserver:
                 self.observed.append(self._layer(index, name, arrangement, values, self.inputs))
                 self.arrangements[name] = arrangement
             except ValueError as error:
-                self.refusals[name] = str(error)
+                self.rejections[name] = str(error)
 
-    def _refuse_unseen_modules(self, patterns: Sequence[str] | None) -> None:
-        """Reject requested modules of attention in which no softmax was seen."""
+    def _reject_unobserved_modules(self, patterns: Sequence[str] | None) -> None:
+        """Reject requested modules of attention in which no softmax was observed."""
         leaves: list[str] = []
         for leaves_of_layer in self._leaves_of_layer.values():
             leaves += leaves_of_layer
@@ -176,7 +176,7 @@ class FlaxObserver:
             if has_inner or has_softmax or not self._is_requested(module, patterns):
                 continue
             self._leaves_of_layer[module] = []
-            self.refusals[module] = "no softmax between two products was seen in its call"
+            self.rejections[module] = "no softmax between two products was observed in its call"
 
     def _name_of(self, leaves: Sequence[str]) -> str:
         """Return a name for a layer with these parameters, unlike the names of earlier layers."""
@@ -246,7 +246,7 @@ class FlaxObserver:
             try:
                 layers.append(self._layer(index, name, arrangement, values, inputs))
             except ValueError as error:
-                self.refusals.setdefault(name, str(error))
+                self.rejections.setdefault(name, str(error))
         return layers
 
     def _layer(
@@ -321,7 +321,7 @@ class FlaxObserver:
             rule = "be a product with one bias or none"
             raise InputError("output", rule, f"{len(sums)} with and without one")
         width = len(linear.weight_of(values))
-        return _features(values[sums[0].output], sums[0].places, width)
+        return _features(values[sums[0].output], sums[0].indices, width)
 
     # ---- Linear maps and norms -------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class FlaxObserver:
         for norm in arrangement.norms.values():
             yield self._norm_part(norm, values)
 
-    def _norm_part(self, norm: NormPlace, values: Values) -> ProgramPart:
+    def _norm_part(self, norm: NormOfProgram, values: Values) -> ProgramPart:
         leaves, arrays = {}, {}
         for leaf, number in norm.parameters.items():
             leaves[leaf] = (self.finder.names[number],)
@@ -365,8 +365,8 @@ class FlaxObserver:
         """Return the names of parameters of a layer, by weight, as the model has them.
 
         Args:
-            name: of the layer.
-            names: of the parameters in fits, by weight.
+            name: name of the layer.
+            names: names of the parameters in fits, by weight.
         """
         own_names = {}
         for weight, parameter in names.items():
@@ -483,14 +483,14 @@ def _linear_part(
         batch_size: number of sequences.
     """
     width = len(weight)
-    rows = np.unique(biased.places % width)
+    rows = np.unique(biased.indices % width)
     leaves = {"weight": linear.leaves}
     bias = None
     if biased.bias is not None:
         leaves["bias"] = biased.leaves
-        of_sum = np.broadcast_to(np.asarray(values[biased.bias]), biased.places.shape)
-        bias = _features(of_sum, biased.places, width)[0]
-    output = _features(values[biased.output], biased.places, width)
+        of_sum = np.broadcast_to(np.asarray(values[biased.bias]), biased.indices.shape)
+        bias = _features(of_sum, biased.indices, width)[0]
+    output = _features(values[biased.output], biased.indices, width)
     return ProgramPart(
         leaves,
         Parameters(np.ascontiguousarray(weight[rows]), bias),
@@ -506,23 +506,23 @@ def _with_one_head_axis(x: np.ndarray) -> np.ndarray:
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:
-    """Return the values at some positions of an array (tokens, width) as such an array, without
+def _features(x: Any, indices: np.ndarray, width: int) -> np.ndarray:
+    """Return the values at some indices of an array (tokens, width) as such an array, without
     empty features.
     """
     x = np.asarray(x)
-    num_tokens = int(places.max()) // width + 1
+    num_tokens = int(indices.max()) // width + 1
     features = np.zeros(num_tokens * width, x.dtype)
-    features[places] = x
-    return features.reshape(-1, width)[:, np.unique(places % width)]
+    features[indices] = x
+    return features.reshape(-1, width)[:, np.unique(indices % width)]
 
 
 def _order_of(wanted: np.ndarray, features: np.ndarray) -> list[int]:
     """Return the index of each wanted column among the features, bit for bit; all in order if one
     is missing.
     """
-    place_of_bits = {bits: place for place, bits in enumerate(columns_of(features))}
-    order = [place_of_bits.get(bits, -1) for bits in columns_of(wanted)]
+    index_of_bits = {bits: index for index, bits in enumerate(columns_of(features))}
+    order = [index_of_bits.get(bits, -1) for bits in columns_of(wanted)]
     in_order = list(range(features.shape[1]))
     if sorted(order) == in_order:
         return order

@@ -27,7 +27,7 @@ class VectorTable:
     """Learned vectors that a layer may have for distances.
 
     Attributes:
-        name: of the parameter, or of the submodule that returns them.
+        name: name of the parameter, or of the submodule that returns them.
         vectors: (num_buckets, N or 1, H).
         is_parameter: whether they are a parameter as it is.
     """
@@ -62,8 +62,8 @@ class VectorProducts:
     Attributes:
         of_queries: (B, N, T, num_buckets), or None.
         of_keys: (B, N, S, num_buckets), or None.
-        shape: of the scores.
-        num_buckets: of the tables.
+        shape: shape of the scores.
+        num_buckets: number of buckets of the tables.
         per_head: whether a table has vectors for each head.
     """
 
@@ -73,19 +73,21 @@ class VectorProducts:
     num_buckets: int
     per_head: bool
 
-    def rows_at_own_place(self, added: np.ndarray, hidden: np.ndarray, allowed: float) -> list[int]:
+    def rows_at_own_position(
+        self, added: np.ndarray, hidden: np.ndarray, allowed: float
+    ) -> list[int]:
         """Return the rows whose products are added to the scores of each query and the key at its
         position.
         """
-        places = np.flatnonzero(~np.diagonal(hidden))
-        if not len(places):
+        positions = np.flatnonzero(~np.diagonal(hidden))
+        if not len(positions):
             return []
         products = np.zeros(1)
         if self.of_queries is not None:
-            products = products + self.of_queries[:, :, places]
+            products = products + self.of_queries[:, :, positions]
         if self.of_keys is not None:
-            products = products + self.of_keys[:, :, places]
-        errors = np.abs(products - added[:, :, places, places, None]).max(axis=(0, 1, 2))
+            products = products + self.of_keys[:, :, positions]
+        errors = np.abs(products - added[:, :, positions, positions, None]).max(axis=(0, 1, 2))
         return np.flatnonzero(errors <= allowed).tolist()
 
     def added_by(self, record: RelativeProducts, *, is_reversed: bool) -> np.ndarray:
@@ -119,7 +121,7 @@ def fit_relative_products(
         layer: the observed layer.
         added: values that are added to scores, (B, N, T, S); 0 for hidden keys.
         hidden: keys that queries do not see, (T, S).
-        config: of the model, for distances that a short input cannot show.
+        config: configuration of the model, for distances that a short input cannot show.
         fitted: collects the fields.
     """
     q, k = layer.values["q"].astype(np.float64), layer.values["k"].astype(np.float64)
@@ -128,7 +130,7 @@ def fit_relative_products(
     allowed = CLOSE * (np.abs(added).max() + np.abs(scores).max())
     for pair in _candidate_pairs(layer, fitted):
         products = _vector_products(layer.scale * q, layer.scale * k, pair)
-        rows = products.rows_at_own_place(added, hidden, allowed)
+        rows = products.rows_at_own_position(added, hidden, allowed)
         for record, is_reversed in _candidate_records(rows, layer, config, products):
             expected = products.added_by(record, is_reversed=is_reversed)
             if np.abs(expected - added)[..., ~hidden].max() <= allowed:
@@ -170,8 +172,8 @@ def _add(
     if is_reversed:
         order = "query - key"
     how = f"products with rows of {names} by {order} are added to scores"
-    is_seen = record.num_exact is None or num_tokens > record.num_exact + 1
-    fitted.add("relative_products", record, how, up_to=num_tokens, is_seen=is_seen)
+    is_observed = record.num_exact is None or num_tokens > record.num_exact + 1
+    fitted.add("relative_products", record, how, up_to=num_tokens, is_observed=is_observed)
     num_heads = fitted.fields["num_heads"]
     for name, table in pair.tables.items():
         vectors = table.vectors

@@ -19,7 +19,7 @@ AxesOfTokens = Mapping[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class NormPlace:
+class NormOfProgram:
     """A norm in a program.
 
     Attributes:
@@ -45,7 +45,7 @@ class NormPlace:
         return _by_token(values, self.output, self.axes)
 
 
-def find_norm(probe: AxisProbe, source: int, projected: int, operand: int) -> NormPlace | None:
+def find_norm(probe: AxisProbe, source: int, projected: int, operand: int) -> NormOfProgram | None:
     """Return the norm between a projection and an operand of attention; None if there is none.
 
     Args:
@@ -99,7 +99,7 @@ def _norm_between(
     norm_output: int,
     axes: AxesOfTokens,
     by_token: Mapping[int, np.ndarray],
-) -> NormPlace | None:
+) -> NormOfProgram | None:
     """Return the norm that makes one value of another; None if no norm does."""
     before, after = by_token[norm_input], by_token[norm_output]
     every_eps = evaluated.scalars_between(norm_input, norm_output, 0.0, MOST_EPS)
@@ -117,7 +117,7 @@ def _norm_between(
         return None
     norm, index = fitted
     axes_of_norm = {norm_input: axes[norm_input], norm_output: axes[norm_output]}
-    return NormPlace(norm_input, norm_output, candidates[index], norm.eps, axes_of_norm)
+    return NormOfProgram(norm_input, norm_output, candidates[index], norm.eps, axes_of_norm)
 
 
 def _candidate_parameters(leaves: Sequence[int]) -> Iterator[dict[str, int]]:

@@ -41,8 +41,8 @@ def _axes_of_positions(x: np.ndarray, num_tokens: int) -> Iterator[int]:
     for axis, size in enumerate(x.shape):
         if size != num_tokens:
             continue
-        places = np.arange(num_tokens).reshape(-1, *(1,) * (x.ndim - axis - 1))
-        if (x == places).all():
+        in_order = np.arange(num_tokens).reshape(-1, *(1,) * (x.ndim - axis - 1))
+        if (x == in_order).all():
             yield axis
 
 
@@ -80,6 +80,6 @@ def _tables_read(program: Program, dependent: set[int]) -> Iterator[int]:
     for operation in program.operations:
         if operation.name not in ("gather", "dynamic_slice"):
             continue
-        table, *places = operation.inputs
-        if table not in dependent and not dependent.isdisjoint(places):
+        table, *indices = operation.inputs
+        if table not in dependent and not dependent.isdisjoint(indices):
             yield table

@@ -152,19 +152,21 @@ def _turns_by_position(
     factors = _factors_of_pairs(before, after, rope, over=(0, 1))  # (T, pairs)
     if factors is None:
         return None
-    places = np.arange(len(factors), dtype=np.float64)
-    rotation = fit_rotation(complex_pairs(before, rope), complex_pairs(after, rope), places[None])
+    positions = np.arange(len(factors), dtype=np.float64)
+    rotation = fit_rotation(
+        complex_pairs(before, rope), complex_pairs(after, rope), positions[None]
+    )
     if rotation is None:
         return None
     amplitudes = np.abs(factors)
     directions = np.exp(1j * np.angle(factors))
-    expected = np.exp(1j * places[:, None] * rotation.frequencies)
+    expected = np.exp(1j * positions[:, None] * rotation.frequencies)
     is_proportional = np.abs(expected - directions).max() <= ANGLE
     has_one_amplitude = np.ptp(amplitudes) <= ANGLE
     is_forward = rotation.frequencies.min() >= -ANGLE
     if not (is_proportional and has_one_amplitude and is_forward):
         return None
-    return ObservedTurns(layout, rotation.frequencies, float(amplitudes.mean()), len(places))
+    return ObservedTurns(layout, rotation.frequencies, float(amplitudes.mean()), len(positions))
 
 
 def _rope_with_turns(turns: ObservedTurns, candidates: list[Rope], head_dim: int) -> Rope | None:
@@ -281,7 +283,7 @@ def positions_of(
     Args:
         before, after: heads (B, heads, T, H).
         rope: RoPE on several axes.
-        tolerance: of each angle, in radians.
+        tolerance: tolerance of each angle, in radians.
 
     Raises:
         ValueError: if there are no such positions.

@@ -38,7 +38,7 @@ def fit_scale(layer: ObservedLayer, fitted: FittedLayer) -> None:
     elif scale is not None and not math.isclose(scale, default, rel_tol=1e-6):
         fitted.add("scale", scale, how_scale)
     if layer.tapped.soft_cap is not None:
-        fitted.add("soft_cap", layer.tapped.soft_cap, how_cap, is_seen=has_scores)
+        fitted.add("soft_cap", layer.tapped.soft_cap, how_cap, is_observed=has_scores)
     sinks = getattr(layer.module, "sinks", None)
     num_heads = layer.values["q"].shape[1]
     if tuple(getattr(sinks, "shape", ())) == (num_heads,):
@@ -141,7 +141,7 @@ def _read_window(layer: ObservedLayer, fitted: FittedLayer, num_tokens: int) -> 
     if window < num_tokens:
         got = f"{window} and a mask of {num_tokens} tokens that hides none"
         raise InputError("the window", "hide keys", got)
-    fitted.add("window_size", window, "argument of the attention function", is_seen=False)
+    fitted.add("window_size", window, "argument of the attention function", is_observed=False)
 
 
 # ---- Biases --------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def _distances_in(layer: ObservedLayer, config: Mapping[str, Any]) -> list[int]:
 
 def _added_per_sequence(layer: ObservedLayer) -> np.ndarray | None:
     """Return the values added to scores of each sequence, (B, N, T, S), 0 for hidden keys; None if
-    none are seen.
+    none are observed.
     """
     values, mask = layer.values, layer.values.get("mask")
     hidden = hidden_keys(layer)
@@ -235,7 +235,7 @@ def _added_per_sequence(layer: ObservedLayer) -> np.ndarray | None:
 
 def _added(layer: ObservedLayer, products: np.ndarray) -> AddedNumbers | None:
     """Return the values added to scores in addition to known products with vectors, from the
-    scores or from a mask of floats; None if neither is seen.
+    scores or from a mask of floats; None if neither is observed.
     """
     values, mask = layer.values, layer.values.get("mask")
     hidden = hidden_keys(layer)

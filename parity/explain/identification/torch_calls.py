@@ -94,15 +94,15 @@ def with_positions_from(
     if not isinstance(tokens, torch.Tensor) or not accepts(model, "position_ids"):
         return None
     batch_size, num_tokens = tokens.shape
-    places = torch.arange(num_tokens, device=tokens.device)
+    indices = torch.arange(num_tokens, device=tokens.device)
     positions = inputs.get("position_ids")
     if positions is None:
-        positions = places[None].expand(tokens.shape)
+        positions = indices[None].expand(tokens.shape)
     positions = first + positions - positions.min()
     if first == 0:
         return {**inputs, "position_ids": positions}
     later_sequences = 3 * torch.arange(batch_size, device=tokens.device)[:, None]
-    gap = 5 * (places >= num_tokens // 2)
+    gap = 5 * (indices >= num_tokens // 2)
     moved = dict(inputs)
     moved["position_ids"] = positions + later_sequences + gap
     # Without a mask, a gap starts a segment.
@@ -126,9 +126,9 @@ def with_different_axes(
     if (positions != positions[:1]).any():
         return None
     _, batch_size, num_tokens = positions.shape
-    place = torch.arange(num_tokens)
-    frame = place // 6
-    on_axes = torch.stack([frame, frame + place % 6 // 3, frame + place % 3])
+    index = torch.arange(num_tokens)
+    frame = index // 6
+    on_axes = torch.stack([frame, frame + index % 6 // 3, frame + index % 3])
     device = next(model.parameters()).device
     return {**inputs, "position_ids": on_axes[:, None].repeat(1, batch_size, 1).to(device)}
 

@@ -21,13 +21,13 @@ class Traced:
     Attributes:
         heads: (B, heads, T, H).
         sources: submodule of each feature, heads outermost.
-        places: index of each feature in the output of its submodule.
+        indices: index of each feature in the output of its submodule.
         factor: factor of all features since.
     """
 
     heads: np.ndarray
     sources: list[Submodule] = field(repr=False)
-    places: np.ndarray = field(repr=False)
+    indices: np.ndarray = field(repr=False)
     factor: float = 1.0
 
     @property
@@ -39,17 +39,17 @@ class Traced:
         return list(by_call.values())
 
     @property
-    def places_by_head(self) -> np.ndarray:
+    def indices_by_head(self) -> np.ndarray:
         """Return the index of each feature in the output of its submodule, (heads, H)."""
-        return self.places.reshape(self.heads.shape[1], self.heads.shape[3])
+        return self.indices.reshape(self.heads.shape[1], self.heads.shape[3])
 
     def of_head(self, features: slice) -> Traced:
         """Return some features of each head."""
         num_heads, head_dim = self.heads.shape[1], self.heads.shape[3]
-        indices = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
-        indices = indices[:, features].reshape(-1)
-        sources = [self.sources[index] for index in indices]
-        return Traced(self.heads[..., features], sources, self.places[indices], self.factor)
+        of_features = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
+        of_features = of_features[:, features].reshape(-1)
+        sources = [self.sources[index] for index in of_features]
+        return Traced(self.heads[..., features], sources, self.indices[of_features], self.factor)
 
 
 def trace(
@@ -94,8 +94,8 @@ def trace(
     picked = features[..., order].reshape(batch_size, num_tokens, num_heads, head_dim)
     owners = np.repeat(np.arange(len(submodules)), widths)[order]
     sources = [submodules[owner] for owner in owners]
-    places = np.array(order) - begins[owners]
-    return Traced(picked.transpose(0, 2, 1, 3), sources, places)
+    indices = np.array(order) - begins[owners]
+    return Traced(picked.transpose(0, 2, 1, 3), sources, indices)
 
 
 def _order_at_zero(
@@ -107,37 +107,37 @@ def _order_at_zero(
     num_tokens = heads.shape[2]
     # The first token usually has position 0, and the last one if the order is reversed.
     for token in (0, *range(num_tokens - 1, 0, -1)):
-        places: dict[bytes, list[int]] = {}
+        indices_by_bits: dict[bytes, list[int]] = {}
         for factor in factors:
             scaled = features[:, token] * np.float32(factor)
-            for place, bits in enumerate(columns_of(scaled)):
-                places.setdefault(bits, []).append(place)
+            for index, bits in enumerate(columns_of(scaled)):
+                indices_by_bits.setdefault(bits, []).append(index)
         columns = columns_of(features_of(heads[:, :, [token]]))
-        order = _order_of_columns(columns, places)
+        order = _order_of_columns(columns, indices_by_bits)
         if order is not None:
             return order
     return None
 
 
 def _order_of_columns(
-    columns: Iterable[bytes], places: Mapping[bytes, list[int]]
+    columns: Iterable[bytes], indices_by_bits: Mapping[bytes, list[int]]
 ) -> list[int] | None:
-    """Return the position of each column; None if one has none.
+    """Return the index of each column; None if one has none.
 
-    Among positions with the same bits, the one that follows the position of the previous column is
+    Among indices with the same bits, the one that follows the index of the previous column is
     preferred.
     """
     order: list[int] = []
     following = 0
     for bits in columns:
-        candidates = places.get(bits)
+        candidates = indices_by_bits.get(bits)
         if candidates is None:
             return None
-        place = candidates[0]
+        index = candidates[0]
         if following in candidates:
-            place = following
-        order.append(place)
-        following = place + 1
+            index = following
+        order.append(index)
+        following = index + 1
     return order
 
 

@@ -39,7 +39,7 @@ class VerifyingCall:
 
     Attributes:
         name: its name, for messages.
-        factor: of the inputs of projections.
+        factor: factor of the inputs of projections.
         layers: all layers of the model in it.
     """
 
@@ -73,7 +73,7 @@ def verify(name: str, fitted: FittedLayer, calls: Sequence[VerifyingCall]) -> Ve
     """Compare a fitted layer with each of its runs in other calls.
 
     Args:
-        name: of the layer.
+        name: name of the layer.
         fitted: its specification and weights. A clip that only large inputs show is added.
         calls: the calls.
 
@@ -123,7 +123,7 @@ def _check_observed(runs: Sequence[ObservedLayer], call_name: str) -> None:
         stages = ("q", "k", "v", "context", "output")
         missing = [stage for stage in stages if stage not in layer.values]
         if missing:
-            reason = layer.tapped.not_seen or f"no {' or '.join(missing)}"
+            reason = layer.tapped.not_observed or f"no {' or '.join(missing)}"
             raise InputError("the layer", f"be attention with {call_name}", reason)
 
 

@@ -55,19 +55,19 @@ class Call:
         """Return the argument of a parameter; None if it was not passed."""
         if name in self.kwargs:
             return self.kwargs[name]
-        place = self._place_of(name)
-        if place is None:
+        index = self._index_of(name)
+        if index is None:
             return None
-        return self.args[place]
+        return self.args[index]
 
-    def _place_of(self, name: str) -> int | None:
+    def _index_of(self, name: str) -> int | None:
         """Return the index of a positional argument; None if it was not passed by position."""
         if name not in self.view.order:
             return None
-        place = self.view.order.index(name)
-        if place >= len(self.args):
+        index = self.view.order.index(name)
+        if index >= len(self.args):
             return None
-        return place
+        return index
 
     def inputs(self) -> dict[str, Any]:
         """Return the queries, keys and values that were passed, by role."""
@@ -87,11 +87,11 @@ class Call:
         args = list(self.args)
         kwargs = dict(self.kwargs)
         for name, value in values.items():
-            place = self._place_of(name)
-            if name in kwargs or place is None:
+            index = self._index_of(name)
+            if name in kwargs or index is None:
                 kwargs[name] = value
             else:
-                args[place] = value
+                args[index] = value
         return Call(self.view, tuple(args), kwargs, self.owner)
 
     def copied(self) -> Call:

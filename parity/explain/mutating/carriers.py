@@ -145,7 +145,7 @@ def _name_of(key: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class TensorsReplaced:
+class ReplacedTensors:
     """A call of a torch module with some of its parameters and buffers temporarily replaced.
 
     Attributes:
@@ -159,20 +159,20 @@ class TensorsReplaced:
     def run(self, function: Function) -> Any:
         """Call the module, then restore its tensors."""
         # A module does not accept a plain tensor as a parameter, but its dictionaries do.
-        places = []
+        replaced = []
         for name, array in self.changed.items():
             prefix, _, last = name.rpartition(".")
             module = self.call.owner.get_submodule(prefix)
             tensors = module._parameters
             if last not in tensors:
                 tensors = module._buffers
-            places.append((tensors, last, tensors[last], array))
+            replaced.append((tensors, last, tensors[last], array))
         try:
-            for tensors, last, _, array in places:
+            for tensors, last, _, array in replaced:
                 tensors[last] = array
             return function(self.call)
         finally:
-            for tensors, last, original, _ in places:
+            for tensors, last, original, _ in replaced:
                 tensors[last] = original
 
 
@@ -187,7 +187,7 @@ class TorchCarrier:
     def run(self, function: Function, changed: Leaves) -> Any:
         """Call a function with some of the arrays replaced."""
         by_name = {".".join(path): array for path, array in changed.items()}
-        return TensorsReplaced(self.call, by_name).run(function)
+        return ReplacedTensors(self.call, by_name).run(function)
 
 
 class NnxCarrier:

@@ -16,14 +16,14 @@ from parity.explain.mutating.bugs import injections_for
 from parity.explain.mutating.calls import Call, Function, Injection
 from parity.explain.mutating.compare import Unfit, is_traced, outputs_in, same
 from parity.explain.mutating.record import note, order
-from parity.explain.mutating.view import View, place_of
+from parity.explain.mutating.view import View, injected_attribute
 from parity.measure.core.user_code import user_code
 
 
 def inject(module: Any) -> None:
     """Replace the callable in the order, in its module or in the class that defines the method."""
     view = View(**order()["view"])
-    holder, name, is_method = place_of(module, order()["attribute"])
+    holder, name, is_method = injected_attribute(module, order()["attribute"])
     injections, _ = injections_for(view)
     bug = order()["bug"]
     attention: Replacement = WithoutBug(injections)

@@ -122,7 +122,7 @@ class OrderTrial:
             # The names and the order come from the call that was copied.
             projections = replace(self.candidate, call=call, carrier=carrier_of(call))
             changed = {}
-            for name in projections.order.places:
+            for name in projections.order.arrays:
                 # The bias of the output does not depend on values.
                 if name.partition(".")[0] not in zeros or name == "out_proj.bias":
                     continue

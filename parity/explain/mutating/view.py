@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import InputError
-from parity.explain.conformance.calls import Failed, Refused, run
+from parity.explain.conformance.calls import Failed, RejectedCall, run
 from parity.explain.conformance.discover import framework_of, load_callable, made, subject_of
 from parity.explain.conformance.examination import Examination
 from parity.explain.conformance.functional import linen_module, weights_parameter, with_params
@@ -122,7 +122,7 @@ class View:
         return OTHER_NEEDS.get(need) or f"it has no {WORDS[need]} among its parameters"
 
 
-def place_of(module: Any, attribute: str) -> tuple[Any, str, bool]:
+def injected_attribute(module: Any, attribute: str) -> tuple[Any, str, bool]:
     """Return where bugs are injected for a dotted name: the holder, the attribute, and whether it
     is a method.
 
@@ -173,7 +173,7 @@ def view_of(
     """
     attention = load_callable(target)
     module, _, attribute = target.partition(":")
-    holder, name, is_method = place_of(importlib.import_module(module), attribute)
+    holder, name, is_method = injected_attribute(importlib.import_module(module), attribute)
     function = getattr(holder, name)
     parameters = _parameters_without_self(target, function, is_method)
     takes_weights_from = function
@@ -208,7 +208,7 @@ def view_of(
             causal=causal,
         )
         examined = _examined(declared, subject)
-    except (ValueError, TypeError, Refused, Failed) as error:
+    except (ValueError, TypeError, RejectedCall, Failed) as error:
         if not axes and {"key", "value"} <= roles.keys() and not declared.projections:
             rule = "be declared if they cannot be detected"
             raise InputError("axes", rule, str(error)) from error
@@ -217,7 +217,7 @@ def view_of(
         return replace(declared, axes=axes or "BTE", note=str(error).split("\n")[0])
     if mask_true and mask_true != examined.mask_true:
         rule = f"be the meaning of True in the mask of {target}"
-        hint = f"seen: {examined.mask_true or 'neither'}"
+        hint = f"observed: {examined.mask_true or 'neither'}"
         raise InputError("mask_true", rule, mask_true=mask_true, hint=hint)
     return examined
 
@@ -303,7 +303,7 @@ def _examined(view: View, subject: Subject) -> View:
     if exam.takes_mask:
         view = replace(view, mask_true=exam.polarity.words)
     if subject.padding == "mask" and not view.padding_true:
-        with suppress(Refused, Failed):
+        with suppress(RejectedCall, Failed):
             view = replace(view, padding_true=_padding_true(exam))
     if "is_causal" in subject.takes and not view.causal:
         alignment = asks_causal.ask(exam).words
@@ -312,7 +312,7 @@ def _examined(view: View, subject: Subject) -> View:
     if subject.axes != "BTE":
         view = replace(view, is_ours=_is_ours(exam))
         # A call with fewer key/value heads shows whether they are supported.
-        with suppress(Refused, Failed):
+        with suppress(RejectedCall, Failed):
             query, key, value = exam.inputs()
             fewer_keys = key[:, :NUM_KV_HEADS].copy()
             fewer_values = value[:, :NUM_KV_HEADS].copy()

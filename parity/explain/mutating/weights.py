@@ -272,7 +272,7 @@ class Order:
         spec: heads and sizes.
         heads_are_known: whether anything states the heads; otherwise `spec` has the fewest that
             fit.
-        places: by canonical name, the role of the array and the elements in it, flat, in the shape
+        arrays: by canonical name, the role of the array and the elements in it, flat, in the shape
             of the canonical weight.
         parts: by role, the canonical names in the array, and the position of each of its elements
             in these weights, flat and joined.
@@ -280,15 +280,15 @@ class Order:
 
     spec: AttentionSpec
     heads_are_known: bool
-    places: dict[str, tuple[ArrayRole, np.ndarray]]
+    arrays: dict[str, tuple[ArrayRole, np.ndarray]]
     parts: dict[ArrayRole, tuple[list[str], np.ndarray]]
 
     def is_same(self, other: Order) -> bool:
         """Return whether both read the same weights."""
-        if self.places.keys() != other.places.keys():
+        if self.arrays.keys() != other.arrays.keys():
             return False
-        for name, (role, indices) in self.places.items():
-            other_role, other_indices = other.places[name]
+        for name, (role, indices) in self.arrays.items():
+            other_role, other_indices = other.arrays[name]
             if role != other_role or not np.array_equal(indices, other_indices):
                 return False
         return True
@@ -450,18 +450,18 @@ def _order(
     indices = {}
     for role, shape in shapes.items():
         indices[str(role)] = np.arange(math.prod(shape)).reshape(shape)
-    places = {}
+    arrays = {}
     parts = {}
     for role, tensor in arrangement.tensors:
         for name in tensor.parts:
-            places[name] = role, placement.read_out(name, indices.__getitem__)
+            arrays[name] = role, placement.read_out(name, indices.__getitem__)
         # The parts of an array together have each of its elements once.
-        joined = np.concatenate([places[name][1].reshape(-1) for name in tensor.parts])
+        joined = np.concatenate([arrays[name][1].reshape(-1) for name in tensor.parts])
         inverse = np.empty_like(joined)
         inverse[joined] = np.arange(len(joined))
         parts[role] = tensor.parts, inverse
     heads_are_known = heads.num_heads is not None or heads.head_dim is not None
-    return Order(spec, heads_are_known, places, parts)
+    return Order(spec, heads_are_known, arrays, parts)
 
 
 def _placement(arrangement: Arrangement, shapes: Shapes, spec: AttentionSpec) -> Placement | None:
@@ -612,12 +612,12 @@ class Projections:
     order: Order
 
     def __contains__(self, name: str) -> bool:
-        return name in self.order.places
+        return name in self.order.arrays
 
     def __getitem__(self, name: str) -> Any:
         """Return a canonical weight, such as `q_proj.weight` (N * H, d_in)."""
-        if name in self.order.places:
-            role, indices = self.order.places[name]
+        if name in self.order.arrays:
+            role, indices = self.order.arrays[name]
             flat = reordered(self._stored(role).reshape(-1), indices.reshape(-1), 0)
             return flat.reshape(indices.shape)
         projection = name.partition(".")[0]
@@ -649,7 +649,7 @@ class Projections:
     def run(self, function: Function, changed: Arrays) -> Any:
         """Call a function with some canonical weights replaced."""
         stored: dict[LeafPath, Any] = {}
-        for role, (names, places) in self.order.parts.items():
+        for role, (names, positions) in self.order.parts.items():
             if not any(name in changed for name in names):
                 continue
             arrays = []
@@ -660,7 +660,7 @@ class Projections:
             if len(arrays) > 1:
                 joined = self.call.xp.concatenate(arrays)
             shape = tuple(self._stored(role).shape)
-            stored[self.named.paths[role]] = reordered(joined, places, 0).reshape(shape)
+            stored[self.named.paths[role]] = reordered(joined, positions, 0).reshape(shape)
         return self.carrier.run(function, stored)
 
 

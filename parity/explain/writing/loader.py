@@ -46,11 +46,11 @@ def loader_of(layer: FileLayer, framework: str) -> Loader:
     Raises:
         ValueError: if the tensors are quantized.
     """
-    if layer.quantised:
+    if layer.quantized:
         raise InputError(
             "the layer",
             "hold floating-point tensors to be loaded by plain code",
-            str(layer.quantised),
+            str(layer.quantized),
         )
     names = list(dict.fromkeys(layer.sources.values()))
     numbers = {name: str(number) for number, name in enumerate(names)}

@@ -75,16 +75,16 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
         raise InputTypeError(
             "weights", "have the dtype of the module", f"{dtype} and {module_dtype}"
         )
-    nnx.update(module, jax.tree.map(_placed_as, to_params(weights, spec), params))
+    nnx.update(module, jax.tree.map(_with_sharding_of, to_params(weights, spec), params))
     return module
 
 
-def _placed_as(x: Array, param: Any) -> Array:
+def _with_sharding_of(x: Array, param: Any) -> Array:
     """Return x with the sharding of a parameter, if that is on a mesh."""
-    placement = getattr(param, "sharding", None)
+    sharding = getattr(param, "sharding", None)
     # Parameters under a transformation have an abstract mesh, which has no devices.
-    if isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh):
-        return jax.device_put(x, placement)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return jax.device_put(x, sharding)
     return x
 
 

@@ -83,7 +83,7 @@ POSITIONS = 64
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Deviation:
     """Distance of an array from the expected one, and its tolerance.
 
     Attributes:
@@ -120,7 +120,7 @@ class Label(NamedTuple):
     stage: str
 
 
-NOT_MEASURED = Judgement(math.inf, math.inf)
+NOT_MEASURED = Deviation(math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -242,10 +242,10 @@ class Comparison(JsonRecord):
         if self.worst_values is not None:
             mismatched = f"{self.mismatched} / {self.size} ({self.mismatched / self.size:.1%})"
             lines.append(f"  mismatched  {mismatched}")
-            place = ", ".join(f"{axis.lower()}={index}" for axis, index in self.worst_index.items())
+            index = ", ".join(f"{axis.lower()}={i}" for axis, i in self.worst_index.items())
             actual, expected = self.worst_values
             lines.append(
-                f"  worst       {self.max_abs:.2e} at ({place}): {actual:.6g}, expected "
+                f"  worst       {self.max_abs:.2e} at ({index}): {actual:.6g}, expected "
                 f"{expected:.6g}"
             )
         if with_budget and self.worst_values is not None:
@@ -277,8 +277,8 @@ def compare(
             value.
         arithmetic: arithmetic of the hardware, one of `reference.ARITHMETICS`.
     """
-    kept, stage = kept_dtype(label.stage, label.dtype), stage_named(label.stage)
-    reason = why_incomparable(actual, expected, kept)
+    dtype, stage = dtype_of_stage(label.stage, label.dtype), stage_named(label.stage)
+    reason = why_incomparable(actual, expected, dtype)
     if reason:
         return failure(expected, reason, label)
     expected = expected.astype(np.float64)
@@ -298,7 +298,7 @@ def compare(
         has_slope=has_slope,
         stage=label.stage,
     )
-    return measure(actual, expected, allowed, label, ulps_of=kept.name)
+    return measure(actual, expected, allowed, label, ulps_of=dtype.name)
 
 
 def why_incomparable(
@@ -314,9 +314,9 @@ def why_incomparable(
     return ""
 
 
-def judged(
+def deviation_of(
     actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
-) -> Judgement:
+) -> Deviation:
     """Compare an array with the expected one, of the same shape, by the tolerance in each norm."""
     actual, expected = whole_rows(actual, stage), whole_rows(expected, stage)
     errors = errors_of(actual, expected)
@@ -336,7 +336,7 @@ def judged(
     error = measured["rms"]
     if stage_named(stage).is_exact:
         error = float(errors.mean())
-    return Judgement(error, ratios[norm], norm, measured, allowed)
+    return Deviation(error, ratios[norm], norm, measured, allowed)
 
 
 def measure(
@@ -359,25 +359,25 @@ def measure(
     stage = label.stage
     actual = whole_rows(actual, stage).astype(np.float64)
     expected = whole_rows(expected, stage).astype(np.float64)
-    judgement = judged(actual, expected, allowed, stage)
+    deviation = deviation_of(actual, expected, allowed, stage)
     errors = errors_of(actual, expected)
-    if judgement.norm == "zeros":
+    if deviation.norm == "zeros":
         errors = with_wrong_zeros(errors, actual, expected, allowed)
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
     with np.errstate(over="ignore"):  # the error of an expected 0 may overflow
         ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
     reason = _what_is_not_finite(actual, expected)
-    if not reason and judgement.has_wrong_zeros:
+    if not reason and deviation.has_wrong_zeros:
         reason = WRONG_ZEROS
-    status = "passed" if judgement.ratio <= 1.0 else "failed"
+    status = "passed" if deviation.ratio <= 1.0 else "failed"
     return Comparison(
         *label,
         status=status,
-        error=judgement.measured[judgement.norm],
-        budget=allowed[judgement.norm],
-        ratio=judgement.ratio,
-        norm=judgement.norm,
-        max_abs=judgement.measured["max"],
+        error=deviation.measured[deviation.norm],
+        budget=allowed[deviation.norm],
+        ratio=deviation.ratio,
+        norm=deviation.norm,
+        max_abs=deviation.measured["max"],
         max_ulp=float(ulps.max()),
         pcc=_correlation(actual, expected),
         worst_index=dict(zip(axis_names(stage, errors.ndim), map(int, worst), strict=True)),
@@ -500,7 +500,7 @@ def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def kept_dtype(stage: str, dtype: str) -> np.dtype:
+def dtype_of_stage(stage: str, dtype: str) -> np.dtype:
     """Return the dtype in which implementations store a stage.
 
     It is the dtype of the inputs; scores have at least float32.

@@ -71,7 +71,7 @@ def features_of(spec: AttentionSpec, dtypes: Iterable[str]) -> list[Feature]:
 
     Args:
         spec: the layer.
-        dtypes: of which the finest shows the most.
+        dtypes: dtypes, of which the finest shows the most.
     """
     return list(_features(spec, min(map(unit_of_rounding, dtypes))))
 
@@ -97,7 +97,7 @@ def exercising_case(spec: AttentionSpec, dtype: str) -> Case:
 
     Args:
         spec: the layer.
-        dtype: of the problem.
+        dtype: dtype of the problem.
     """
     name = "exercising"
     bias = spec.relative_bias
@@ -161,7 +161,7 @@ def more_cases(case: Case, dtypes: Iterable[str], *, with_more_tokens: bool = Tr
 
     Args:
         case: a case without masks, lengths and positions of its own.
-        dtypes: of the run.
+        dtypes: dtypes of the run.
         with_more_tokens: False if the number of tokens is fixed.
     """
     features = features_of(case.spec, dtypes)

@@ -16,7 +16,7 @@ def load_plugins(group: str, what: str, use: Callable[[Any], None]) -> None:
     not prevent what does not need it.
 
     Args:
-        group: of entry points, such as `mha_parity.layouts`.
+        group: group of entry points, such as `mha_parity.layouts`.
         what: the package offers, such as `layouts`.
         use: takes the value of an entry point. If it raises an error, it must leave nothing behind.
     """

@@ -67,8 +67,8 @@ class CacheQuantization(Record):
         scale_dtype: dtype of the scales, and of minima.
         key_scales, value_scales: calibrated scales, instead of computed ones: 1 number for
             `tensor`, K for `head`, K * H for `channel`, head by head. Not of tokens.
-        zero_point: of integers: `none`; `minimum`, the smallest number of the group, as in KIVI; or
-            `integer`, a multiple of the scale, so that 0 is stored exactly, as in ONNX.
+        zero_point: zero point of integers: `none`; `minimum`, the smallest number of the group, as
+            in KIVI; or `integer`, a multiple of the scale, so that 0 is stored exactly, as in ONNX.
         exact: tokens that a call attends to as they were computed, before they are rounded: `none`;
             the tokens of the first call during that call, `first_call`; or `new` ones of every
             call.

@@ -16,9 +16,9 @@ from parity.measure.core.compare import (
     Comparison,
     Label,
     compare,
+    dtype_of_stage,
     failure,
     is_close,
-    kept_dtype,
     unit_of_rounding,
 )
 from parity.measure.core.problem import Problem
@@ -116,7 +116,7 @@ class Reference:
     def rounded(self) -> dict[str, np.ndarray]:
         """The float64 stages, rounded as in the backend: inputs of its local stages."""
         dtype = self.problem.dtype
-        return {name: x.astype(kept_dtype(name, dtype)) for name, x in self.accumulated.items()}
+        return {name: x.astype(dtype_of_stage(name, dtype)) for name, x in self.accumulated.items()}
 
     def expected(self, *, local: bool) -> dict[str, np.ndarray]:
         """All stages in float64, from their own earlier stages or from the rounded ones."""
@@ -415,7 +415,7 @@ def nudged_values(
     return nudged_by_name
 
 
-def judge(trace: Trace, reference: Reference) -> list[Comparison]:
+def compare_trace(trace: Trace, reference: Reference) -> list[Comparison]:
     """Compare all stages of a trace with the reference.
 
     A stage that only one of them has is a failure.
@@ -428,23 +428,23 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
         stage = stage_named(name)
         if (stage.is_gradient and not trace.with_gradients) or stage.path not in ("", *trace.paths):
             continue
-        comparison = _judge_stage(trace, reference, run._replace(stage=name), local=False)
+        comparison = _compare_stage(trace, reference, run._replace(stage=name), local=False)
         if stage.has_local_value:
-            local = _judge_stage(trace, reference, run._replace(stage=name), local=True)
+            local = _compare_stage(trace, reference, run._replace(stage=name), local=True)
             reason = local.reason or "wrong on the reference's own inputs"
             comparison = comparison.with_step(local.ratio, reason)
         comparisons.append(replace(comparison, library=trace.backend))
-    judged = {comparison.stage for comparison in comparisons}
+    compared_names = {comparison.stage for comparison in comparisons}
     for name, value in {**trace.local, **trace.accumulated}.items():
         is_left_out = stage_named(name).is_gradient and not reference.with_gradients
-        if name not in judged and not is_left_out:
+        if name not in compared_names and not is_left_out:
             reason = "the reference has no such stage"
             unexpected = failure(value, reason, run._replace(stage=name))
             comparisons.append(replace(unexpected, library=trace.backend))
     return comparisons
 
 
-def _judge_stage(trace: Trace, reference: Reference, label: Label, *, local: bool) -> Comparison:
+def _compare_stage(trace: Trace, reference: Reference, label: Label, *, local: bool) -> Comparison:
     """Compare one stage of a trace.
 
     It was computed from the trace's earlier stages or, if local, from the reference's.

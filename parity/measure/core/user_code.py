@@ -43,7 +43,7 @@ def user_code(target: Any) -> Iterator[None]:
         raise
     except BaseException as error:
         raised = f"{name_of(target)} raised {in_line(repr(error))}"
-        raise EndedProgramError(f"{raised}, {place_of(error)}") from error
+        raise EndedProgramError(f"{raised}, {line_of(error)}") from error
 
 
 def name_of(target: Any) -> str:
@@ -53,7 +53,7 @@ def name_of(target: Any) -> str:
     return str(getattr(target, "__qualname__", type(target).__name__))
 
 
-def place_of(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     """Return the line of the user's code that raised an exception, or of a library without one."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = frames[-1]

@@ -185,14 +185,14 @@ def save_tensors(
     # A comparison of arrays needs no files: their modules are imported for the first one.
     from parity.measure.files.reading import SUFFIXES
     from parity.measure.files.safetensors import safetensors_bytes
-    from parity.measure.files.target import refuse_other_file, write_whole
+    from parity.measure.files.target import reject_other_file, write_whole
 
     tensors = to_numpy_by_name(tensors)
     kind = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
     if kind != "safetensors":
         rule = "end in .safetensors, the only format written here"
         raise InputError(path, rule, f"the suffix of {kind}")
-    refuse_other_file(path, kind)
+    reject_other_file(path, kind)
 
     def verify(written: Path) -> None:
         read_back, _ = load_tensors(written)

@@ -176,19 +176,19 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
         end = entry.offset
 
     def fetch(name: str) -> np.ndarray:
-        return _dequantised(path, file, name, entries[name])
+        return _dequantized(path, file, name, entries[name])
 
-    places = {}
-    quantised = {}
+    offsets = {}
+    quantized = {}
     for name, entry in entries.items():
         if entry.kind in PLAIN:
-            places[name] = FileOffset(file, entry.offset)
+            offsets[name] = FileOffset(file, entry.offset)
         elif entry.kind in BLOCKS:
-            quantised[name] = entry.kind
-    return TensorFile(path, "gguf", infos, metadata, places, fetch, quantised=quantised)
+            quantized[name] = entry.kind
+    return TensorFile(path, "gguf", infos, metadata, offsets, fetch, quantized=quantized)
 
 
-def _dequantised(path: Path, file: BinaryIO, name: str, entry: _Entry) -> np.ndarray:
+def _dequantized(path: Path, file: BinaryIO, name: str, entry: _Entry) -> np.ndarray:
     """Dequantize a tensor to float32, bit for bit like the `gguf` package."""
     if entry.kind not in BLOCKS:
         raise InputError(

@@ -119,7 +119,7 @@ def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
     metadata = text_by_name(tree.pop(METADATA, None))
     arrays: dict[str, _Array] = {}
     infos: dict[str, TensorInfo] = {}
-    places: dict[str, FileOffset] = {}
+    offsets: dict[str, FileOffset] = {}
     ignored = []
     for name, leaf in flatten(tree).items():
         if not isinstance(leaf, _Array):
@@ -128,17 +128,17 @@ def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
         arrays[name] = leaf
         infos[name] = leaf.info
         if len(leaf.pieces) == 1:
-            places[name], _ = leaf.pieces[0]
+            offsets[name], _ = leaf.pieces[0]
 
     def fetch(name: str) -> np.ndarray:
         array = np.empty(infos[name].shape, infos[name].dtype)
         buffer = raw(array)
-        for place, length in arrays[name].pieces:
-            place.read_into(buffer[:length])
+        for start, length in arrays[name].pieces:
+            start.read_into(buffer[:length])
             buffer = buffer[length:]
         return array
 
-    return TensorFile(path, "msgpack", infos, metadata, places, fetch, ignored=ignored)
+    return TensorFile(path, "msgpack", infos, metadata, offsets, fetch, ignored=ignored)
 
 
 class _Walker:
@@ -207,13 +207,13 @@ class _Walker:
         info = TensorInfo.of(shape, DTYPES[dtype])
         (first,) = self.cursor.take(1)
         nbytes = self.cursor.unpack(_BYTES[first]) if first in _BYTES else -1
-        place = FileOffset(self.cursor.file, self.cursor.tell())
-        if nbytes != info.nbytes or place.offset + nbytes != end:
+        start = FileOffset(self.cursor.file, self.cursor.tell())
+        if nbytes != info.nbytes or start.offset + nbytes != end:
             raise InputError(
                 "an array", f"have {info.nbytes} bytes, as its shape says, but one does not"
             )
         self.cursor.skip(nbytes)
-        return _Array(info, [(place, nbytes)])
+        return _Array(info, [(start, nbytes)])
 
 
 def _joined(entries: dict[Any, Any]) -> _Array:

@@ -197,7 +197,7 @@ def _open_shards(
         if match is not None:
             _check_complete(path, names, match)
     infos: dict[str, TensorInfo] = {}
-    places: dict[str, FileOffset] = {}
+    offsets: dict[str, FileOffset] = {}
     shard_of: dict[str, TensorFile] = {}
     ignored: list[str] = []
     with ExitStack() as stack:
@@ -210,7 +210,7 @@ def _open_shards(
                 )
             infos |= shard.infos
             shard_of |= dict.fromkeys(shard.infos, shard)
-            places |= shard.places
+            offsets |= shard.offsets
             ignored += shard.ignored
         metadata, differing = _shared_metadata(shards)
         ignored += [f"{key} in the metadata of each shard" for key in differing]
@@ -224,7 +224,7 @@ def _open_shards(
             return shard_of[name].read(name)
 
         kind = "+".join(sorted({shard.format for shard in shards}))
-        file = TensorFile(path, kind, infos, metadata, places, fetch, ignored=ignored)
+        file = TensorFile(path, kind, infos, metadata, offsets, fetch, ignored=ignored)
         file.release = stack.pop_all().close
         return file
 

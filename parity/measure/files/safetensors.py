@@ -112,10 +112,10 @@ def open_safetensors(path: Path, file: BinaryIO) -> TensorFile:
     entries = parse_json(file.read(length))
     metadata = entries.pop("__metadata__", None) or {}
     infos: dict[str, TensorInfo] = {}
-    places: dict[str, FileOffset] = {}
+    offsets: dict[str, FileOffset] = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in NAMES:
             raise InputError(path, f"hold one of {sorted(NAMES)}", f"{entry['dtype']} for {name}")
         infos[name] = TensorInfo.of(entry["shape"], DTYPES[NAMES[entry["dtype"]]])
-        places[name] = FileOffset(file, 8 + length + entry["data_offsets"][0])
-    return TensorFile(path, "safetensors", infos, metadata, places)
+        offsets[name] = FileOffset(file, 8 + length + entry["data_offsets"][0])
+    return TensorFile(path, "safetensors", infos, metadata, offsets)

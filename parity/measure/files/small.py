@@ -50,7 +50,7 @@ def read_small(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
     """Return the content of a small file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         most: bytes of the largest file to read.
 
     Raises:

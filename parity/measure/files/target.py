@@ -82,24 +82,24 @@ def check_target(
         ValueError: if the target is the source, or exists in a different format.
     """
     if source is not None:
-        _refuse_source(path, [folder / name for name in names], folder, Path(source))
+        _reject_source(path, [folder / name for name in names], folder, Path(source))
     existing = [folder / name for name in names if _exists(folder / name)]
     if existing and not overwrite:
         # The error names the index if there are several files and it exists.
         shown = path if len(names) == 1 else existing[-1]
         raise FileExistsError(f"{shown} exists; pass --force to replace it")
     if len(names) == 1:
-        for place in existing:
-            _refuse_others(path, place, kind)
+        for existing_path in existing:
+            _reject_others(path, existing_path, kind)
         return []
     index = folder / names[-1]
     old_shards = shards_in(index) if index in existing else []
     replaced = {name for name in old_shards if is_shard_of(path, name) and _exists(folder / name)}
-    for place in existing:
-        if place != index and place.name not in replaced:
-            raise InputError(place, f"be listed in {index} to be replaced, but it is not")
+    for existing_path in existing:
+        if existing_path != index and existing_path.name not in replaced:
+            raise InputError(existing_path, f"be listed in {index} to be replaced, but it is not")
     for name in sorted(replaced):
-        _refuse_others(folder / name, folder / name, kind)
+        _reject_others(folder / name, folder / name, kind)
     return sorted(replaced - set(names))
 
 
@@ -109,7 +109,7 @@ def is_shard_of(path: Path, name: str) -> bool:
     return re.fullmatch(pattern, name) is not None
 
 
-def check_place(path: str | os.PathLike[str]) -> None:
+def check_folder_of(path: str | os.PathLike[str]) -> None:
     """Reject a file whose name is a folder's, such as `a.py/`, or whose folder does not exist.
 
     `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write a
@@ -137,7 +137,7 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Path) -> None:
+def _reject_source(path: Path, targets: Iterable[Path], folder: Path, source: Path) -> None:
     """Raise an error if the target is the source, under any name, or lies in it.
 
     Args:
@@ -169,23 +169,23 @@ def _is_any(path: Path, candidates: Iterable[Path]) -> bool:
     return any(other.exists() and path.samefile(other) for other in candidates)
 
 
-def _refuse_others(path: Path, place: Path, kind: str) -> None:
+def _reject_others(path: Path, existing_path: Path, kind: str) -> None:
     """Raise an error if something but a file or folder of the format, or an empty one, exists."""
     try:
-        mode = place.stat().st_mode
+        mode = existing_path.stat().st_mode
     except FileNotFoundError:  # a link to a missing file
         return
     if kind == "orbax":
         if not stat.S_ISDIR(mode):
             raise InputError(path, "be a folder or not exist yet, but it is something else")
-        other_files = _others_in(place)
+        other_files = _others_in(existing_path)
         if other_files:
             rule = "be an orbax checkpoint and nothing else to be replaced"
             raise InputError(path, rule, f"{other_files} there")
         return
     if not stat.S_ISREG(mode):
         raise InputError(path, "be a file or not exist yet, but it is something else")
-    with place.open("rb") as file:
+    with existing_path.open("rb") as file:
         begin = file.read(16)
     if begin and not _begins(kind, begin):
         raise InputError(
@@ -193,14 +193,14 @@ def _refuse_others(path: Path, place: Path, kind: str) -> None:
         )
 
 
-def refuse_other_file(path: str | os.PathLike[str], kind: str) -> None:
+def reject_other_file(path: str | os.PathLike[str], kind: str) -> None:
     """Raise an error if a file of a different format exists.
 
     Raises:
         ValueError: if the existing file does not start like one of the format.
     """
     if os.path.isfile(path):
-        _refuse_others(Path(path), Path(path), kind)
+        _reject_others(Path(path), Path(path), kind)
 
 
 def _begins(kind: str, begin: bytes) -> bool:
@@ -220,7 +220,7 @@ def _others_in(folder: Path, most: int = 5) -> list[str]:
 
     Without a checkpoint, these are all.
     """
-    names = [place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*"))]
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*"))]
     if "_METADATA" not in names:
         return names[:most]
     foreign_names = []
@@ -248,7 +248,7 @@ def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> 
             mode = os.stat(path).st_mode
         except FileNotFoundError:
             mode = stat.S_IFREG
-            check_place(path)
+            check_folder_of(path)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if stat.S_ISREG(mode):
@@ -532,7 +532,7 @@ def write_whole(
         if os.path.exists(path) and not os.path.isfile(path):
             Path(path).write_bytes(data)
             return
-        check_place(path)
+        check_folder_of(path)
         target = Path(os.path.realpath(path))  # the target of a link, not the link
         with scratch_beside(target) as scratch:
             written = scratch / target.name
@@ -557,7 +557,7 @@ def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
     targets: dict[Path, Path] = {}
     for path in files:
         target = Path(os.path.realpath(path))  # the target of a link, not the link
-        check_place(path)
+        check_folder_of(path)
         if target in targets:
             raise InputError(path, "differ from the other files to write", str(targets[target]))
         targets[target] = path

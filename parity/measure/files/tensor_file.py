@@ -91,22 +91,22 @@ class TensorFile:
         format: `safetensors`, `npz`, `torch`, `msgpack`, `orbax` or `gguf`.
         infos: facts of each tensor, in the order of the file.
         metadata: text by name.
-        places: offsets of tensors that are stored as plain bytes.
+        offsets: positions in the file of tensors that are stored as plain bytes.
         fetch: reads the other tensors.
         release: closes the file.
         ignored: names of entries that are not tensors.
-        quantised: types of quantized tensors by name; `read` dequantizes them.
+        quantized: types of quantized tensors by name; `read` dequantizes them.
     """
 
     path: Path
     format: str
     infos: Mapping[str, TensorInfo]
     metadata: dict[str, str]
-    places: Mapping[str, FileOffset] = field(repr=False, default_factory=dict)
+    offsets: Mapping[str, FileOffset] = field(repr=False, default_factory=dict)
     fetch: Callable[[str], np.ndarray] = field(repr=False, default=_closed)
     release: Callable[[], object] = field(repr=False, default=lambda: None)
     ignored: list[str] = field(default_factory=list)
-    quantised: Mapping[str, str] = field(default_factory=dict)
+    quantized: Mapping[str, str] = field(default_factory=dict)
     _buffers: list[deque[memoryview]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class TensorFile:
 
     def close(self) -> None:
         """Close the file."""
-        self.places, self.fetch = {}, _closed
+        self.offsets, self.fetch = {}, _closed
         self.release()
 
     def read(self, name: str) -> np.ndarray:
@@ -134,9 +134,9 @@ class TensorFile:
         """
         info = self._info(name)
         with in_one_line(self.path, self.format):
-            if name in self.places:
+            if name in self.offsets:
                 array = np.empty(info.shape, info.dtype)
-                self.places[name].read_into(raw(array))
+                self.offsets[name].read_into(raw(array))
             else:
                 array = self.fetch(name)
             if (array.shape, array.dtype) != info[:2]:
@@ -151,11 +151,11 @@ class TensorFile:
         Errors as in `read`.
         """
         info = self._info(name)
-        if name not in self.places:
+        if name not in self.offsets:
             return self.read(name)[index].copy()
         array = np.empty(info.shape[1:], info.dtype)
         with in_one_line(self.path, self.format):
-            file, offset = self.places[name]
+            file, offset = self.offsets[name]
             FileOffset(file, offset + index * array.nbytes).read_into(raw(array))
         return array
 
@@ -168,10 +168,10 @@ class TensorFile:
 
         Each is valid until `BUFFERS` more of the file are read. Errors as in `read`.
         """
-        if name not in self.places:
+        if name not in self.offsets:
             yield from pieces_of(self.read(name))
             return
-        file, offset = self.places[name]
+        file, offset = self.offsets[name]
         size = self._info(name).nbytes
         # Two threads may read pieces at once, each with buffers of its own.
         if self._buffers:
@@ -195,7 +195,7 @@ class TensorFile:
 
     def sha256(self) -> str:
         """Hash all tensors: names, dtypes, shapes and bytes, independent of order and format."""
-        names = [name for name in self.infos if name in self.places]
+        names = [name for name in self.infos if name in self.offsets]
         with ThreadPoolExecutor(2) as pool:
             digests = dict(zip(names, pool.map(self._digest, names), strict=True))
         # The libraries that read the other tensors may not be called from several threads.

@@ -20,7 +20,7 @@ from parity.measure.files.reading import INDEX, SUFFIXES, open_tensors
 from parity.measure.files.safetensors import CODES, write_safetensors
 from parity.measure.files.target import (
     Batch,
-    check_place,
+    check_folder_of,
     check_target,
     errors_name,
     flushing,
@@ -113,7 +113,7 @@ def write_tensors(
     kind = _kind(path)
     if kind == "orbax":  # a folder, whose name may end in /
         path_text = path_text.rstrip(os.sep)
-    check_place(path_text)
+    check_folder_of(path_text)
     metadata = metadata or {}
     for text in itertools.chain.from_iterable(metadata.items()):
         if not isinstance(text, str):
@@ -124,16 +124,16 @@ def write_tensors(
     parts = _shards(checked, max_shard_bytes, path, kind)
     if len(parts) == 1:
         # The target of a link is written, not the link.
-        written, place = path, Path(os.path.realpath(path))
-        shards = {place.name: parts[0]}
-        names = [place.name]
+        written, target = path, Path(os.path.realpath(path))
+        shards = {target.name: parts[0]}
+        names = [target.name]
     else:
-        written = place = path.with_name(f"{path.name}{INDEX}")
+        written = target = path.with_name(f"{path.name}{INDEX}")
         shards = {}
         for number, part in enumerate(parts, 1):
             shards[f"{path.stem}-{number:05}-of-{len(parts):05}{path.suffix}"] = part
-        names = [*shards, place.name]
-    check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
+        names = [*shards, target.name]
+    check_target(path, kind, names, target.parent, overwrite=overwrite, source=source)
     if kind in LIBRARIES:
         library(path, LIBRARIES[kind])
     if kind in ("msgpack", "orbax"):
@@ -141,7 +141,7 @@ def write_tensors(
 
     with (
         errors_name(path),
-        scratch_beside(place) as scratch,
+        scratch_beside(target) as scratch,
         ThreadPoolExecutor(1) as pool,  # hashes tensors while they are written
     ):
         if dry_run:  # only now: the scratch folder shows that the folder is writable
@@ -154,13 +154,13 @@ def write_tensors(
                 digests |= tensors.digests
             metadata["sha256"] = hash_of(checked, digests)
             if len(shards) > 1:
-                (scratch / place.name).write_bytes(_index_of(shards, metadata))
-            _verify(path, scratch / place.name, checked, metadata)
-        with locked(place.parent):  # check again, because others may have written there meanwhile
+                (scratch / target.name).write_bytes(_index_of(shards, metadata))
+            _verify(path, scratch / target.name, checked, metadata)
+        with locked(target.parent):  # check again, because others may have written there meanwhile
             stale = check_target(
-                path, kind, names, place.parent, overwrite=overwrite, source=source
+                path, kind, names, target.parent, overwrite=overwrite, source=source
             )
-            move(Batch(names, scratch, place.parent, stale))
+            move(Batch(names, scratch, target.parent, stale))
     return written
 
 

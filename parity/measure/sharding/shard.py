@@ -276,8 +276,8 @@ def _checked(
     own_spec = shard_spec(spec, plan, rank, alone=False)
     try:
         return check_weights(weights, own_spec), own_spec
-    except InputError as refusal:
-        raise refusal.within(f"rank {rank}") from None
+    except InputError as error:
+        raise error.within(f"rank {rank}") from None
 
 
 # ---- Views ---------------------------------------------------------------------------------------

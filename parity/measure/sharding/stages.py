@@ -77,17 +77,17 @@ def part_of(name: str, stage: np.ndarray, spec: AttentionSpec, heads: LocalHeads
     """Return a rank's part of a stage of the whole layer: its heads, or all of a stage without
     heads.
     """
-    place = _place_of_heads(name, spec)
-    if place is None:
+    of_heads = _axis_of_heads(name, spec)
+    if of_heads is None:
         return stage
-    own_heads = place.heads_in(heads)
-    if place.axis == stage.ndim - 1:  # concatenated features of heads
-        by_heads = stage.reshape(*stage.shape[:-1], place.num_heads, -1)
+    own_heads = of_heads.heads_in(heads)
+    if of_heads.axis == stage.ndim - 1:  # concatenated features of heads
+        by_heads = stage.reshape(*stage.shape[:-1], of_heads.num_heads, -1)
         return by_heads[..., own_heads, :].reshape(*stage.shape[:-1], -1)
     return stage[:, own_heads]
 
 
-class _PlaceOfHeads(NamedTuple):
+class _AxisOfHeads(NamedTuple):
     """Where a stage has heads.
 
     Attributes:
@@ -105,7 +105,7 @@ class _PlaceOfHeads(NamedTuple):
         return heads.keys if self.is_of_keys else list(heads.queries)
 
 
-def _place_of_heads(name: str, spec: AttentionSpec) -> _PlaceOfHeads | None:
+def _axis_of_heads(name: str, spec: AttentionSpec) -> _AxisOfHeads | None:
     """Return where a stage has heads, or None if it has none."""
     stage = stage_named(name)
     if stage.is_gradient or stage.kind not in STAGES:
@@ -114,11 +114,11 @@ def _place_of_heads(name: str, spec: AttentionSpec) -> _PlaceOfHeads | None:
         )
     quantity = stage.quantity
     if quantity in KEYS and spec.latent is None:
-        return _PlaceOfHeads(1, spec.num_kv_heads, is_of_keys=True)
+        return _AxisOfHeads(1, spec.num_kv_heads, is_of_keys=True)
     if quantity in QUERIES or quantity in KEYS:  # with latents, each query head has its own keys
-        return _PlaceOfHeads(1, spec.num_heads, is_of_keys=False)
+        return _AxisOfHeads(1, spec.num_heads, is_of_keys=False)
     if quantity == "gate" or (quantity == "output" and not spec.out_proj):
-        return _PlaceOfHeads(2, spec.num_heads, is_of_keys=False)
+        return _AxisOfHeads(2, spec.num_heads, is_of_keys=False)
     return None
 
 
@@ -149,9 +149,9 @@ def _joined_over_heads(
     summed: bool,
 ) -> np.ndarray:
     """Return a stage of the same tokens from the parts of ranks that divide heads."""
-    place = _place_of_heads(name, spec)
-    if place is not None:
-        whole = _with_all_heads(name, parts, place, heads_by_rank)
+    of_heads = _axis_of_heads(name, spec)
+    if of_heads is not None:
+        whole = _with_all_heads(name, parts, of_heads, heads_by_rank)
     elif stage_named(name).quantity == "output" and not summed:
         # Rounded once, however many ranks there are.
         total = np.sum([part.astype(np.float64) for part in parts], axis=0)
@@ -168,21 +168,21 @@ def _joined_over_heads(
 
 
 def _with_all_heads(
-    name: str, parts: list[np.ndarray], place: _PlaceOfHeads, heads_by_rank: list[LocalHeads]
+    name: str, parts: list[np.ndarray], of_heads: _AxisOfHeads, heads_by_rank: list[LocalHeads]
 ) -> np.ndarray:
     """Return a stage with the heads of all ranks; of heads that ranks share, the last one's."""
-    numbers_by_rank = [place.heads_in(heads) for heads in heads_by_rank]
+    numbers_by_rank = [of_heads.heads_in(heads) for heads in heads_by_rank]
     split = []
     for part, own_heads in zip(parts, numbers_by_rank, strict=True):
-        split.append(_by_heads(name, part, place.axis, len(own_heads)))
+        split.append(_by_heads(name, part, of_heads.axis, len(own_heads)))
     shape = list(split[0].shape)
-    shape[place.axis] = place.num_heads
+    shape[of_heads.axis] = of_heads.num_heads
     whole = np.empty(shape, split[0].dtype)
-    before = (slice(None),) * place.axis
+    before = (slice(None),) * of_heads.axis
     for part, own_heads in zip(split, numbers_by_rank, strict=True):
         whole[(*before, own_heads)] = part
     # Axis 2 has the features of all heads, which `_by_heads` splits: (B, T, N * H).
-    if place.axis == 2:
+    if of_heads.axis == 2:
         return whole.reshape(*shape[:2], -1)
     return whole
 

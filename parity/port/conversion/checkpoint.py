@@ -20,7 +20,7 @@ from pathlib import Path
 from mha_spec import InputError
 from parity.measure.files import TensorFile
 from parity.measure.text import some_of
-from parity.port.conversion.file_hints import FileHints, places_of_layers
+from parity.port.conversion.file_hints import FileHints, locations_of_layers
 from parity.port.conversion.hints import LayerHints
 from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.port.conversion.layers import FileLayer, LayerGroup, TensorCache, layers_under
@@ -187,23 +187,23 @@ class Checkpoint:
         hints = self.hints(caller)
         if drop:
             hints.check_droppable(drop)
-        places = places_of_layers(self.file, hints, prefix, layout, argument)
+        locations = locations_of_layers(self.file, hints, prefix, layout, argument)
         if GRID_BIAS in drop:
-            layouts = [place.layout for place in places]
+            layouts = [location.layout for location in locations]
             hints = hints.without_grid_biases(self.tensors.infos, layouts)
         groups: list[LayerGroup] = []
-        for place in places:
+        for location in locations:
             try:
-                layers = layers_under(self.tensors, place.prefix, place.layout, hints)
+                layers = layers_under(self.tensors, location.prefix, location.layout, hints)
             except InputError as error:
-                own_prefix = place.layout.prefix
-                is_of_table = prefix is None and own_prefix and place.prefix == own_prefix
+                own_prefix = location.layout.prefix
+                is_of_table = prefix is None and own_prefix and location.prefix == own_prefix
                 if error.argument == "prefix" and is_of_table:
                     # The caller passed no prefix that could be wrong.
-                    error.argument, error.got = "the key prefix", repr(place.prefix)
-                    error.where = f"the layout {place.layout.name}"
+                    error.argument, error.got = "the key prefix", repr(location.prefix)
+                    error.where = f"the layout {location.layout.name}"
                 raise
-            groups.append(LayerGroup(place.prefix, layers))
+            groups.append(LayerGroup(location.prefix, layers))
         return CheckpointLayers(self, hints, groups, layout, prefix)
 
 
@@ -229,7 +229,7 @@ class CheckpointLayers:
         """Return the layers under one prefix after the other, each in numerical order."""
         layers: list[FileLayer] = []
         for group in self.groups:
-            layers += sorted(group.layers, key=lambda layer: layer.place)
+            layers += sorted(group.layers, key=lambda layer: layer.indices)
         return layers
 
     @cached_property

@@ -7,7 +7,7 @@ The sources, those that take precedence first:
 3. the configuration of the model, a config.json or the keys of a GGUF file, only without 2;
 4. the names and shapes of tensors, for all other questions: `layouts.detection`.
 
-`FileHints.at` has this order for heads, RoPE and specifications, `places_of_layers` for prefixes
+`FileHints.at` has this order for heads, RoPE and specifications, `locations_of_layers` for prefixes
 and layouts. docs/reference/conversion.md shows it as a table.
 """
 
@@ -171,7 +171,7 @@ class FileHints:
 # ---- Prefixes and layouts of layers --------------------------------------------------------------
 
 
-class LayerPlace(NamedTuple):
+class LayerLocation(NamedTuple):
     """The location of similar layers in a file.
 
     Attributes:
@@ -190,9 +190,9 @@ NOT_LISTED = (
 """Advice for a file in a layout that is not in `LAYOUTS`."""
 
 
-def places_of_layers(
+def locations_of_layers(
     file: TensorFile, hints: FileHints, prefix: str | None, layout: str | None, argument: str
-) -> list[LayerPlace]:
+) -> list[LayerLocation]:
     """Return the locations of a file's layers, by the caller, the file's own metadata, or the
     model.
 
@@ -211,19 +211,19 @@ def places_of_layers(
     if prefixes is None:
         of_model = _prefixes_in_model(file, hints.model)
         if of_model and not layout:
-            return [LayerPlace(pattern, LAYOUTS[name]) for pattern, name in of_model.items()]
+            return [LayerLocation(pattern, LAYOUTS[name]) for pattern, name in of_model.items()]
         prefixes = list(of_model) or [""]
     layout = layout or hints.own.layout
     if layout:
         one_layout = find_layout(layout, argument)
-        return [LayerPlace(pattern, one_layout) for pattern in prefixes]
-    places: list[LayerPlace] = []
+        return [LayerLocation(pattern, one_layout) for pattern in prefixes]
+    locations: list[LayerLocation] = []
     for pattern in prefixes:
         name = _layout_in_model(file, hints.model, pattern)
         if not name:
             raise _unknown_layout(file, hints.model, argument)
-        places.append(LayerPlace(pattern, LAYOUTS[name]))
-    return places
+        locations.append(LayerLocation(pattern, LAYOUTS[name]))
+    return locations
 
 
 def _requested_prefixes(hints: FileHints, prefix: str | None) -> list[str] | None:
@@ -281,13 +281,15 @@ def _layout_in_model(file: TensorFile, model: ModelHints, prefix: str) -> str:
 def _unknown_layout(file: TensorFile, model: ModelHints, argument: str) -> InputError:
     """Return the error for layers of an unknown layout; it lists the layouts that fit."""
     shapes = {name: info.shape for name, info in file.infos.items()}
-    fitting: list[LayerPlace] = []
+    fitting: list[LayerLocation] = []
     for layout in LAYOUTS.values():
-        fitting += [LayerPlace(prefix, layout) for prefix in fitting_prefixes(shapes, layout)]
+        fitting += [LayerLocation(prefix, layout) for prefix in fitting_prefixes(shapes, layout)]
     if not fitting:
         # Packages are imported for their layouts only if no other fits.
         for layout in register_packages():
-            fitting += [LayerPlace(prefix, layout) for prefix in fitting_prefixes(shapes, layout)]
+            fitting += [
+                LayerLocation(prefix, layout) for prefix in fitting_prefixes(shapes, layout)
+            ]
     remedy: list[dict[str, Any]] = []
     packings: dict[str, str] = {}
     for prefix, layout in fitting:

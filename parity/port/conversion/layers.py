@@ -106,12 +106,12 @@ class FileLayer:
         return self.spec.d_kv != self.spec.d_in
 
     @property
-    def place(self) -> list[int]:
+    def indices(self) -> list[int]:
         """Return its numbers and index, which identify the same layer in two files."""
-        place = [int(number) for number in self.numbers]
+        indices = [int(number) for number in self.numbers]
         if self.index is not None:
-            place.append(self.index)
-        return place
+            indices.append(self.index)
+        return indices
 
     @property
     def dtype(self) -> np.dtype:
@@ -119,12 +119,12 @@ class FileLayer:
         return self.file.infos[next(iter(self.sources.values()))].dtype
 
     @property
-    def quantised(self) -> list[str]:
+    def quantized(self) -> list[str]:
         """Return the quantization types of its tensors in the file."""
         kinds: set[str] = set()
         for name in self.sources.values():
-            if name in self.file.quantised:
-                kinds.add(self.file.quantised[name])
+            if name in self.file.quantized:
+                kinds.add(self.file.quantized[name])
         return sorted(kinds)
 
     def load(self) -> tuple[Weights, AttentionSpec]:
@@ -170,14 +170,14 @@ class TensorCache:
 
     Attributes:
         file: the open file.
-        path, infos, quantised: of the file.
+        path, infos, quantized: attributes of the file.
     """
 
     def __init__(self, file: TensorFile) -> None:
         self.file = file
         self.path = file.path
         self.infos = file.infos
-        self.quantised = file.quantised
+        self.quantized = file.quantized
         self._cached: dict[tuple[str, int | None], np.ndarray] = {}
 
     @cached_property
@@ -197,7 +197,7 @@ class TensorCache:
 
     def read_finite(self, name: str, index: int | None = None, axis: int = 0) -> np.ndarray:
         """Read a tensor, or one entry of a stacked one; reject NaN and infinities."""
-        if index is None or (name in self.file.places and axis == 0):
+        if index is None or (name in self.file.offsets and axis == 0):
             return self._read_cached(name, index, most=1)
         # A stack can only be read whole. Three are cached, so that separate q, k and v of all
         # layers need one read each.

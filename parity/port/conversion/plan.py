@@ -116,7 +116,7 @@ class Converted(JsonRecord):
         source: name of the layers' layout in the source.
         layers: prefixes of the converted layers; layers of a stack have an index in brackets.
         spec: their specification, if all have the same.
-        kept, dropped: names of the other tensors.
+        copied, dropped: names of the other tensors.
         heads_from: the file that specified the heads, if it was neither the caller nor the source
             itself.
         left_out: names of entries that are not tensors, such as numbers and text, and are not in
@@ -140,7 +140,7 @@ class Converted(JsonRecord):
     source: str
     layers: list[str]
     spec: AttentionSpec | None
-    kept: list[str]
+    copied: list[str]
     dropped: list[str]
     heads_from: str = ""
     left_out: list[str] = field(default_factory=list)
@@ -238,11 +238,11 @@ class Plan:
             for layer in source_layers:
                 written = _spec_in(self.layout, layer.spec, self.drop)
                 layers.append(replace(layer, written=written))
-            placed, is_stacked = _placed(layers, prefix, to)
+            by_prefix, is_stacked = _by_target_prefix(layers, prefix, to)
             self.converted += layers
-            self.layers.update(placed)
+            self.layers.update(by_prefix)
             if is_stacked:
-                self.stacked.update(placed)
+                self.stacked.update(by_prefix)
             self.prefix = to if len(groups) == 1 else None
 
     def add_tensors(self) -> None:
@@ -396,9 +396,9 @@ class Plan:
         if holder_label is not None and holder_label in self.labels:
             return self.labels[holder_label].read(weight)
         if self.keep_rest:
-            kept_name = name_in_file(holder, weight, self.layout, self.source.infos)
-            if kept_name is not None:
-                return self.source.read_finite(kept_name)
+            own_name = name_in_file(holder, weight, self.layout, self.source.infos)
+            if own_name is not None:
+                return self.source.read_finite(own_name)
         if holder_label is None:
             return makers.setdefault(holder, layer).read(weight)
         return None
@@ -545,7 +545,7 @@ class Plan:
 
     def _record_of_layers(self) -> Converted:
         """Return the record of a conversion, without the fields about the written file."""
-        kept, dropped = (self.rest, []) if self.keep_rest else ([], self.rest)
+        copied, dropped = (self.rest, []) if self.keep_rest else ([], self.rest)
         infos = self.source.infos
         first = self.converted[0]
         specs = {layer.spec for layer in self.converted}
@@ -553,7 +553,7 @@ class Plan:
         for layer in self.converted:
             layer_shapes.update(infos[name].shape for name in layer.sources.values())
         optimizer_state: list[str] = []
-        for name in kept:
+        for name in copied:
             is_state = name.rpartition(".")[2] in OPTIMIZER_STATE
             if is_state and infos[name].shape in layer_shapes:
                 optimizer_state.append(name)
@@ -563,15 +563,17 @@ class Plan:
             source=first.layout.name,
             layers=labels,
             spec=first.spec if len(specs) == 1 else None,
-            kept=kept,
+            copied=copied,
             dropped=dropped,
             heads_from=first.hints.from_model,
             left_out=list(self.source.file.ignored),
-            unconverted=fitting_prefixes({name: infos[name].shape for name in kept}, first.layout),
+            unconverted=fitting_prefixes(
+                {name: infos[name].shape for name in copied}, first.layout
+            ),
             optimizer_state=optimizer_state,
             ignored_settings=[key_in_words(name, value) for name, value in unread.items()],
             missing=self.hints.missing(labels, infos),
-            dequantized=[name for name in self.source.quantised if name not in dropped],
+            dequantized=[name for name in self.source.quantized if name not in dropped],
         )
 
     def _record(self, metadata: Mapping[str, str]) -> ConversionPlan:
@@ -632,7 +634,7 @@ def _spec_in(layout: Layout, spec: AttentionSpec, drop: Collection[str]) -> Atte
     return spec
 
 
-def _placed(
+def _by_target_prefix(
     layers: list[FileLayer], prefix: str, to_prefix: str
 ) -> tuple[dict[str, list[FileLayer]], bool]:
     """Return the layers under each prefix of the target, and whether they are stacked there.
@@ -661,14 +663,14 @@ def _placed(
         )
     if stacks:
         return {to_prefix: _in_stack_order(layers, prefix)}, True
-    placed: dict[str, list[FileLayer]] = {}
+    by_prefix: dict[str, list[FileLayer]] = {}
     for layer in layers:
         numbers_of_layer = (*layer.numbers, str(layer.index)) if splits else layer.numbers
         to = to_prefix
         for number in numbers_of_layer:
             to = to.replace("{i}", number, 1)
-        placed.setdefault(to, []).append(layer)
-    return placed, is_stack and not splits
+        by_prefix.setdefault(to, []).append(layer)
+    return by_prefix, is_stack and not splits
 
 
 def _in_stack_order(layers: list[FileLayer], prefix: str) -> list[FileLayer]:

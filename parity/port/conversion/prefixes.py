@@ -100,7 +100,7 @@ class Names:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.order = {name: place for place, name in enumerate(names)}
+        self.order = {name: index for index, name in enumerate(names)}
         self._sorted = sorted(self.order)
         self._by_ending: dict[int, dict[str, list[str]]] = {}
 

@@ -26,7 +26,7 @@ from parity.measure.files import FileTensor, TensorFile, TensorInfo, open_tensor
 from parity.measure.files.reading import SUFFIXES
 from parity.measure.files.target import (
     Batch,
-    check_place,
+    check_folder_of,
     errors_name,
     locked,
     move,
@@ -102,7 +102,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
             if rank_files:
                 return _joined(path, layout, ranks, rank_files)
         elif path.is_file():
-            _refuse_one_rank(path, ranks)
+            _reject_one_rank(path, ranks)
     file = open_tensors(path)
     count = file.metadata.get(NUM_RANKS, "1")
     if count != "1":
@@ -150,7 +150,7 @@ def _rank_files_in(folder: Path, ranks: Ranks) -> dict[int, Path]:
     return by_rank
 
 
-def _refuse_one_rank(path: Path, ranks: Ranks) -> None:
+def _reject_one_rank(path: Path, ranks: Ranks) -> None:
     """Reject the file of one rank out of several."""
     rank = _rank_of(path, ranks)
     if rank is None:
@@ -235,9 +235,9 @@ def _join(
             folder, "be read without its other tensors", remedy={"keep_rest": False}, hint=hint
         )
     whole = np.empty(info.shape, info.dtype)
-    places = division.parts(whole, len(files))
+    parts_of_ranks = division.parts(whole, len(files))
     previous = b""
-    for rank, (file, place) in enumerate(zip(files, places, strict=True)):
+    for rank, (file, part_of_whole) in enumerate(zip(files, parts_of_ranks, strict=True)):
         part = file.read(name)
         content = part.tobytes()
         if division.axis is None and rank > 0 and content != previous:
@@ -249,7 +249,7 @@ def _join(
             raise InputError(
                 folder, "have each head on one rank", tensor=name, ranks=[rank - 1, rank], hint=hint
             )
-        place[...] = part.reshape(place.shape)
+        part_of_whole[...] = part.reshape(part_of_whole.shape)
         previous = content
     return whole
 
@@ -273,7 +273,7 @@ def write_ranks(
 
     Args:
         folder: folder to write; it must be missing or empty.
-        layout: of the attention layers.
+        layout: layout of the attention layers.
         count: number of ranks.
         specs: specifications of the layers, by label.
         infos: shape and dtype of each whole tensor, by name.
@@ -304,23 +304,23 @@ def write_ranks(
         part = divisions[name].parts(np.asarray(read(name)), count)[rank]
         return part.reshape(own_infos[name][0])
 
-    _refuse_used(folder)
+    _reject_used(folder)
     if not folder.exists():
-        check_place(folder_as_passed.rstrip(os.sep))
-    place = Path(os.path.realpath(folder))  # `.` has no name, and its parent is `.`
-    with errors_name(folder), scratch_beside(place) as scratch:
-        written = scratch / place.name
+        check_folder_of(folder_as_passed.rstrip(os.sep))
+    target = Path(os.path.realpath(folder))  # `.` has no name, and its parent is `.`
+    with errors_name(folder), scratch_beside(target) as scratch:
+        written = scratch / target.name
         for rank in range(count):
             path = written / ranks.file.format(rank=f"{rank:02}")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_tensors(path, own_infos, partial(read_part, rank=rank), metadata, dry_run=dry_run)
         if not dry_run:
-            with locked(place.parent):
-                _refuse_used(folder)
-                if place.is_dir():  # it is filled, not replaced: it may be the current folder
-                    move(Batch(sorted(os.listdir(written)), written, place))
+            with locked(target.parent):
+                _reject_used(folder)
+                if target.is_dir():  # it is filled, not replaced: it may be the current folder
+                    move(Batch(sorted(os.listdir(written)), written, target))
                 else:
-                    move(Batch([place.name], scratch, place.parent))
+                    move(Batch([target.name], scratch, target.parent))
     return folder
 
 
@@ -375,7 +375,7 @@ def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec])
     return layout.ranks
 
 
-def _refuse_used(folder: Path) -> None:
+def _reject_used(folder: Path) -> None:
     if os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):
         raise FileExistsError(
             f"{folder} exists; the files of ranks are written into a new folder, or an empty one"

@@ -175,7 +175,7 @@ def _shape_and_dtype(tensor: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def refuse_options(options: Mapping[str, Any], layer: str) -> None:
+def reject_options(options: Mapping[str, Any], layer: str) -> None:
     """Reject a module with options that no specification expresses.
 
     Args:

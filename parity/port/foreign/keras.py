@@ -16,7 +16,7 @@ from mha_spec import AttentionSpec, InputError
 from parity.measure.core.arrays import to_jax, to_torch
 from parity.measure.core.weights import Weights
 from parity.measure.files.small import read_json
-from parity.port.foreign.adapter import Adapter, refuse_options
+from parity.port.foreign.adapter import Adapter, reject_options
 
 
 def import_keras(framework: str | None = None) -> ModuleType:
@@ -138,7 +138,7 @@ class KerasMultiHeadAttention(_KerasAttention):
             unsupported["attention_axes"] = axes
         if config["value_dim"] != config["key_dim"]:
             unsupported["value_dim"] = config["value_dim"]
-        refuse_options(unsupported, self.name)
+        reject_options(unsupported, self.name)
         return {"num_heads": config["num_heads"], "dropout": config["dropout"]}
 
 
@@ -164,7 +164,7 @@ class KerasGroupQueryAttention(_KerasAttention):
 
     def open_fields(self, module: Any) -> dict[str, Any]:
         config = module.get_config()
-        refuse_options(_later_options(config), self.name)
+        reject_options(_later_options(config), self.name)
         return {"num_heads": config["num_query_heads"], "dropout": config["dropout"]}
 
 

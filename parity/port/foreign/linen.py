@@ -18,7 +18,7 @@ from mha_spec import AttentionSpec, InputError
 from parity.measure.core.arrays import to_jax
 from parity.measure.core.weights import Weights
 from parity.measure.files.tensor_file import flatten
-from parity.port.foreign.adapter import Adapter, refuse_options
+from parity.port.foreign.adapter import Adapter, reject_options
 
 
 class LinenMultiHeadDotProductAttention(Adapter):
@@ -60,7 +60,7 @@ class LinenMultiHeadDotProductAttention(Adapter):
         return module.bind({**variables, "params": params})
 
     def open_fields(self, module: Any) -> dict[str, Any]:
-        refuse_options({"normalize_qk": module.normalize_qk}, self.name)
+        reject_options({"normalize_qk": module.normalize_qk}, self.name)
         return {"num_heads": module.num_heads, "dropout": module.dropout_rate}
 
     def call(

@@ -102,7 +102,7 @@ def find_layer(
         number = None
     if not candidates:
         candidates = list(_in_memory(module, layers, number, path))
-    matches, refusals = _matches(candidates, _num_heads(module), path)
+    matches, reasons_against = _matches(candidates, _num_heads(module), path)
     if len(matches) == 1:
         return next(iter(matches.values()))
     hint = OBSERVE
@@ -110,8 +110,8 @@ def find_layer(
         hint = "parity.from_transformers(model, path=…) finds it by its name in the files"
     if matches:
         reason = f"{' or '.join(map(str, matches))}; path=… selects one"
-    elif refusals:
-        reason = " or ".join(refusals)
+    elif reasons_against:
+        reason = " or ".join(reasons_against)
     else:
         reason = "the model has no layer"
         if index is not None:
@@ -136,23 +136,25 @@ def _matches(
         path: path of the module in its model.
     """
     matches: dict[AttentionSpec, tuple[ModelLayer, Weights]] = {}
-    refusals: list[str] = []
+    reasons_against: list[str] = []
     for layer, tensors in candidates:
         spec = layer.spec
         if spec is None:
-            refusals.append(
+            reasons_against.append(
                 f"layer {layer.index} is {layer.kind}, which is not attention over keys"
             )
             continue
         if num_heads is not None and num_heads != spec.num_heads:
-            refusals.append(f"{num_heads} heads where layer {layer.index} has {spec.num_heads}")
+            reasons_against.append(
+                f"{num_heads} heads where layer {layer.index} has {spec.num_heads}"
+            )
             continue
         try:
             matches[spec] = layer, _canonical(tensors, layer)
         except LayoutMismatchError as error:
             _check_borrowed(tensors, layer, path)
-            refusals.append(str(error))
-    return matches, refusals
+            reasons_against.append(str(error))
+    return matches, reasons_against
 
 
 def ancestors(model: Any, path: str) -> list[Any]:

@@ -13,7 +13,7 @@ from mha_spec import AttentionSpec
 from parity.measure.core.arrays import to_jax
 from parity.measure.core.weights import Weights
 from parity.measure.files.tensor_file import flatten
-from parity.port.foreign.adapter import Adapter, refuse_options
+from parity.port.foreign.adapter import Adapter, reject_options
 
 
 class NnxMultiHeadAttention(Adapter):
@@ -49,7 +49,7 @@ class NnxMultiHeadAttention(Adapter):
         return module
 
     def open_fields(self, module: Any) -> dict[str, Any]:
-        refuse_options({"normalize_qk": module.normalize_qk}, self.name)
+        reject_options({"normalize_qk": module.normalize_qk}, self.name)
         return {"num_heads": module.num_heads, "dropout": module.dropout_rate}
 
     def call(

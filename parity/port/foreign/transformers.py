@@ -288,20 +288,20 @@ class Skeleton:
             return tensors
         # The library only converts from memory to files. Numbers that say where each value lies
         # make that a way back.
-        places: dict[str, Tensor] = {}
+        indices_by_name: dict[str, Tensor] = {}
         start = 0
         for name, value in in_memory.items():
-            places[name] = torch.arange(start, start + value.numel()).reshape(value.shape)
+            indices_by_name[name] = torch.arange(start, start + value.numel()).reshape(value.shape)
             start += value.numel()
         values, is_in_file = np.zeros(start, np.float32), np.zeros(start, bool)
-        for name, places_in_file in names_in_files(self._model, places).items():
+        for name, indices_in_file in names_in_files(self._model, indices_by_name).items():
             short = f".{name}".rpartition(f".{layer.path}.")[2]
             if short in tensors:
-                indices = places_in_file.numpy().ravel()
+                indices = indices_in_file.numpy().ravel()
                 values[indices] = np.ravel(tensors[short])
                 is_in_file[indices] = True
         arranged: dict[str, np.ndarray] = {}
-        for name, indices in places.items():
+        for name, indices in indices_by_name.items():
             if is_in_file[indices.numpy()].all():
                 arranged[name.removeprefix(f"{path}.")] = values[indices.numpy()]
         return arranged

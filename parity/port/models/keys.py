@@ -66,8 +66,8 @@ def _list_of(check: Check) -> Check:
 
     def check_list(name: str, value: Any) -> None:
         _list(name, value)
-        for place, item in enumerate(value):
-            check(f"{name}[{place}]", item)
+        for index, item in enumerate(value):
+            check(f"{name}[{index}]", item)
 
     return check_list
 
@@ -92,8 +92,8 @@ def _patterns(name: str, value: Any) -> None:
     """Check a list of patterns, each with its repetitions: `[[["global", "local"], 12]]`."""
     _list(name, value)
     num_layers = 0
-    for place, pattern in enumerate(value):
-        at = f"{name}[{place}]"
+    for index, pattern in enumerate(value):
+        at = f"{name}[{index}]"
         if not isinstance(pattern, list | tuple) or len(pattern) != 2:
             raise InputError(at, "be a list of kinds and a number of repetitions", {at: pattern})
         kinds, repetitions = pattern

@@ -24,7 +24,7 @@ class ConfigLayer:
         config: configuration of the model.
         index: index of the layer, from 0.
         kind: `full_attention`, `sliding_attention`, …
-        kinds: of all layers of its stack.
+        kinds: kinds of all layers of its stack.
     """
 
     config: Config

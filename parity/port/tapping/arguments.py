@@ -19,7 +19,7 @@ def arguments_of(
         bound = signature.bind_partial(*args, **kwargs)
     except (TypeError, ValueError):
         # No signature, or one that does not accept the call, as the call itself will say.
-        numbered = {str(place): x for place, x in enumerate(args)}
+        numbered = {str(index): x for index, x in enumerate(args)}
         return {**numbered, **kwargs}
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -27,8 +27,8 @@ def arguments_of(
         if kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= value
         elif kind is inspect.Parameter.VAR_POSITIONAL:
-            for place, x in enumerate(value):
-                arguments[f"{name}{place}"] = x
+            for index, x in enumerate(value):
+                arguments[f"{name}{index}"] = x
         else:
             arguments[name] = value
     return arguments

@@ -95,14 +95,14 @@ class _FlaxListener:
         finally:
             _OPEN.remove(self)
         results = list(result) if isinstance(result, tuple) else [result]
-        places = [place for place, x in enumerate(results) if _is_array(x)]
-        if places:
+        indices = [index for index, x in enumerate(results) if _is_array(x)]
+        if indices:
             # Some return their cache first.
-            output = results[places[0]]
+            output = results[indices[0]]
             self.values["output"] = _values_of(output)
-            results[places[0]] = self._with_cotangent(output)
-        if _is_ours(module) and places[1:]:
-            self.values["attn_weights"] = _values_of(results[places[1]])
+            results[indices[0]] = self._with_cotangent(output)
+        if _is_ours(module) and indices[1:]:
+            self.values["attn_weights"] = _values_of(results[indices[1]])
         self.layer.calls.append(TappedCall(self.values, self.past))
         return tuple(results) if isinstance(result, tuple) else results[0]
 
@@ -344,9 +344,9 @@ def _tap_nnx(
     names = sorted(chosen(modules, patterns), key=_in_order)
     listeners: dict[int | str, _FlaxListener] = {}
     parts: dict[int | str, tuple[_FlaxListener, str]] = {}
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         module = modules[name]
-        layer = TappedLayer(name, place, type(module).__name__)
+        layer = TappedLayer(name, index, type(module).__name__)
         tapped.layers.append(layer)
         listener = _FlaxListener(layer, module, type(module))
         listeners[id(module)] = listeners[_marked(module, stack)] = listener
@@ -485,9 +485,9 @@ class _LinenTap:
         paths = list(self.listeners)
         if self.patterns is None:
             paths = [path for path in paths if not _contains_another(path, paths)]
-        for place, path in enumerate(paths):
+        for index, path in enumerate(paths):
             layer = self.listeners[path].layer
-            layer.index = place
+            layer.index = index
             self.tapped.layers.append(layer)
 
 

@@ -70,7 +70,7 @@ class Softmax:
     """A softmax over an axis.
 
     Attributes:
-        name: of its operation.
+        name: name of its operation.
         origins: scores and other softmaxes that its input came from.
         scores, weights: copies of its input and result, which later operations may overwrite.
         axis: axis that it normalizes, >= 0.
@@ -178,8 +178,8 @@ class LayerOperations:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> None:
         """Record a product as one with attention weights, or as new scores."""
-        left_place, right_place = PRODUCTS[name]
-        left, right = args[left_place], args[right_place]
+        left_index, right_index = PRODUCTS[name]
+        left, right = args[left_index], args[right_index]
         if _has_softmax(self._origins_of([right])):  # values · weights, both transposed
             self.contexts.append(Product(right.mT, left.mT, result.mT))
             return
@@ -414,11 +414,11 @@ def _heads(x: Tensor, batch_size: int, num_tokens: int, sizes: list[int]) -> Ten
         x: the rows.
         batch_size: number of sequences.
         num_tokens: number of tokens.
-        sizes: of the axes before keys; they show whether tokens come before groups.
+        sizes: sizes of the axes before keys; they show whether tokens come before groups.
     """
     groups = x.shape[1] // num_tokens
-    places = {size: place for place, size in enumerate(sizes)}
-    if groups == 1 or places.get(num_tokens, len(sizes)) > places.get(groups, -1):
+    axis_by_size = {size: axis for axis, size in enumerate(sizes)}
+    if groups == 1 or axis_by_size.get(num_tokens, len(sizes)) > axis_by_size.get(groups, -1):
         return x.reshape(batch_size, -1, num_tokens, x.shape[-1])
     x = x.reshape(batch_size, -1, num_tokens, groups, x.shape[-1])
     return x.transpose(2, 3).flatten(1, 2)

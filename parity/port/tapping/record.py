@@ -93,7 +93,7 @@ class TappedLayer:
     """The calls of one attention layer.
 
     Attributes:
-        name: of the module in its model.
+        name: name of the module in its model.
         index: number of the layer in the model; its index among the tapped layers if it has none.
         module: name of its class.
         kind: its type in the model's configuration, such as `sliding_attention`; empty if not
@@ -107,8 +107,8 @@ class TappedLayer:
             the ones of its operations; None if unknown.
         cache: the class of transformers whose quantized cache it has, such as `Fp8QuantizedLayer`;
             empty for other caches.
-        not_seen: why neither an attention function nor attention operations were observed; empty if
-            they were.
+        not_observed: why neither an attention function nor attention operations were observed;
+            empty if they were.
         calls: its calls, in order.
     """
 
@@ -123,7 +123,7 @@ class TappedLayer:
     window: int | None = None
     soft_cap: float | None = None
     cache: str = ""
-    not_seen: str = ""
+    not_observed: str = ""
     calls: list[TappedCall] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
@@ -175,12 +175,12 @@ class Tapped:
         """
         layers = []
         tensors = {}
-        for place, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             calls = []
             for number, call in enumerate(layer.calls):
                 calls.append({name: getattr(call, name) for name in OF_CALL})
                 for name, value in call.values.items():
-                    tensors[f"{place}/{number}/{name}"] = value
+                    tensors[f"{index}/{number}/{name}"] = value
             layers.append({**vars(layer), "calls": calls})
         description = {"layers": layers, "config": self.config, "model": self.model}
         text = json.dumps(description, sort_keys=True)
@@ -219,8 +219,8 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
                 "config", "be a dict, and model text", config=tapped.config, model=tapped.model
             )
         for key, value in tensors.items():
-            place, number, name = key.split("/", 2)
-            tapped.layers[int(place)].calls[int(number)].values[name] = value
+            index, number, name = key.split("/", 2)
+            tapped.layers[int(index)].calls[int(number)].values[name] = value
         for layer in tapped.layers:
             for call in layer.calls:
                 _check_shapes(layer.name, call.values)
@@ -249,7 +249,7 @@ def _read_layer(fields: Mapping[str, Any]) -> TappedLayer:
         counts += [number for number in (past, first_key) if number is not None]
     layer = TappedLayer(**{**fields, "calls": calls})
     counts += [layer.index, layer.training]  # in Python, True and False are integers
-    texts = (layer.name, layer.module, layer.kind, layer.attention, layer.cache, layer.not_seen)
+    texts = (layer.name, layer.module, layer.kind, layer.attention, layer.cache, layer.not_observed)
     arguments = (layer.scale, layer.window, layer.soft_cap)
     are_texts = all(isinstance(text, str) for text in texts)
     numbers = [argument for argument in arguments if argument is not None]

@@ -74,9 +74,9 @@ def tap_torch(
         for module in modules.values():
             model_state.listen(module, stack)
         listeners: dict[nn.Module, _TorchListener] = {}
-        for place, name in enumerate(names):
+        for number, name in enumerate(names):
             module = modules[name]
-            layer = _new_layer(name, module, place, kinds)
+            layer = _new_layer(name, module, number, kinds)
             tapped.layers.append(layer)
             operations = LayerOperations(sees_functions=sees_functions)
             module_config = getattr(module, "config", config)
@@ -91,18 +91,18 @@ def _is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or bool(module._compiled_call_impl)
 
 
-def _new_layer(name: str, module: nn.Module, place: int, kinds: list[str]) -> TappedLayer:
+def _new_layer(name: str, module: nn.Module, number: int, kinds: list[str]) -> TappedLayer:
     """Return an empty recording of a module.
 
     Args:
-        name: of the module.
+        name: name of the module.
         module: the module.
-        place: its index among the tapped modules.
+        number: its index among the tapped modules.
         kinds: type of each layer of the model; empty if unknown.
     """
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
-        index = place
+        index = number
     kind = kinds[index] if 0 <= index < len(kinds) else ""
     is_causal = getattr(module, "is_causal", None)
     if not isinstance(is_causal, bool):
@@ -506,8 +506,8 @@ class _TorchListener:
         """Record keys or values of self-attention, and of its cache if they differ.
 
         Args:
-            name: of the call's own keys or values.
-            cache_name: of all that the function received.
+            name: name of the call's own keys or values.
+            cache_name: name of all that the function received.
             x: keys or values that the attention function received.
             num_past: number of tokens before the call.
             num_tokens: number of tokens in the call.
@@ -652,7 +652,7 @@ class _TorchListener:
         num_tokens = x.shape[1] if x.ndim == 3 else None
         attended = self.operations.attention(x.shape[0], num_tokens)
         if not isinstance(attended, Attended):
-            self.layer.not_seen = "" if called_function else attended
+            self.layer.not_observed = "" if called_function else attended
             return
         if not called_function:
             dtype = getattr(torch, x.dtype.name)

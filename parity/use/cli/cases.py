@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from parity.use.cli.messages import names_like, refusal
+from parity.use.cli.messages import input_error, names_like
 
 if TYPE_CHECKING:
     from parity.measure.core.case import Case
@@ -46,5 +46,5 @@ def _cases_named(pattern: str, *, may_be_none: bool) -> list[Case]:
         cases = [] if case is None else [case]
     if not cases and not may_be_none:
         hint = names_like(pattern, CASES, "`mha-parity run --list` lists them")
-        raise refusal("--cases", "match a case", {"--cases": pattern}, hint=hint)
+        raise input_error("--cases", "match a case", {"--cases": pattern}, hint=hint)
     return cases

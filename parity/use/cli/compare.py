@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parity.use.cli.command import Options, Result, argument, command, group, option
 from parity.use.cli.layers import layer_options, weight_options
-from parity.use.cli.messages import contradiction, refusal, requires
+from parity.use.cli.messages import contradiction, input_error, requires
 from parity.use.cli.options import flag_of
 from parity.use.cli.paths import is_name_of_shards, kind_of, kinds_of, missing_in
 from parity.use.cli.reports import attention_maps, print_and_write, report_options, skip_option
@@ -77,7 +77,7 @@ def run(options: Options) -> Result:
     _check_without_weights(options)
     maps = attention_maps(options)
     with working("comparing traces with the reference"):
-        report = compare_traces(options.files, on_judged=maps)
+        report = compare_traces(options.files, on_compared=maps)
     return print_and_write(options, report, maps)
 
 
@@ -91,7 +91,7 @@ def _are_weights(paths: Sequence[str], kinds: Sequence[str]) -> bool:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), missing)
     if not all(are_weights) or len(paths) != 2:
         kinds = "traces, one or two recordings, or two files of weights"
-        raise refusal("INPUT", f"be {kinds}", " ".join(paths))
+        raise input_error("INPUT", f"be {kinds}", " ".join(paths))
     return True
 
 

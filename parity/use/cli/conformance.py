@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from parity.use.cli.command import Options, Result, argument, command, option
-from parity.use.cli.messages import contradiction, refusal, requires
+from parity.use.cli.messages import contradiction, input_error, requires
 from parity.use.cli.options import (
     check_names,
     declarations,
@@ -85,7 +85,7 @@ def run(options: Options) -> Result:
     from parity.use.reporting.console import console, progress_bar, working
 
     if options.libraries == (options.subject is not None):
-        raise refusal("PKG.MODULE:CALLABLE or --libraries", "be passed, and not both")
+        raise input_error("PKG.MODULE:CALLABLE or --libraries", "be passed, and not both")
     declared = {}
     for name in DECLARATIONS:
         value = getattr(options, name)

@@ -18,7 +18,7 @@ from parity.use.cli.layers import (
     warn_of_parts,
     weight_options,
 )
-from parity.use.cli.messages import refusal, warn
+from parity.use.cli.messages import input_error, warn
 from parity.use.cli.options import from_option, name_list
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def run(options: Options) -> Result:
 
     gib = options.max_shard_gib
     if gib is not None and not 0 < gib <= MOST_GIB:
-        raise refusal(
+        raise input_error(
             "--max-shard-gib", f"be a number > 0 and <= {MOST_GIB}", {"--max-shard-gib": gib}
         )
     with ExitStack() as stack:
@@ -166,7 +166,7 @@ def run(options: Options) -> Result:
         source = checkpoint
         if path is not None:
             if options.rest == "keep":
-                raise refusal(
+                raise input_error(
                     "--rest",
                     "be drop if no rules distinguish the other tensors",
                     {"--rest": "keep"},

@@ -15,7 +15,7 @@ from parity.use.cli.layers import (
     status_of,
     weight_options,
 )
-from parity.use.cli.messages import add_hint, contradiction, refusal, requires
+from parity.use.cli.messages import add_hint, contradiction, input_error, requires
 from parity.use.cli.options import (
     FrameworkName,
     causal_option,
@@ -170,7 +170,7 @@ def run(options: Options) -> Result:
     is_function = _is_function(options.files)
     missing = None if is_function else missing_in(options.files)
     if missing is not None:
-        raise refusal("INPUT", f"be {INPUTS}", f"{missing}, which does not exist")
+        raise input_error("INPUT", f"be {INPUTS}", f"{missing}, which does not exist")
     kinds = kinds_of(options.files)
     if taps.are_taps(options.files, kinds):
         _check_for_recordings(options, inputs)
@@ -187,11 +187,11 @@ def run(options: Options) -> Result:
         diagnosis, report = _diagnose_function(options, out)
     elif len(options.files) <= 2 and _are_traces(options.files, kinds):
         diagnosis = _diagnose_traces(options, out)
-        report = None if options.html is None else compare_traces(options.files, on_judged=maps)
+        report = None if options.html is None else compare_traces(options.files, on_compared=maps)
     elif len(options.files) == 2:
         return _diagnose_weights(options, out)
     else:
-        raise refusal("INPUT", f"be {INPUTS}", inputs, hint=_hint_for_folder(options.files))
+        raise input_error("INPUT", f"be {INPUTS}", inputs, hint=_hint_for_folder(options.files))
     print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=options.verbose)
     write_page(options, report, maps)
     return 1 if diagnosis.is_wrong else 0, diagnosis
@@ -209,7 +209,7 @@ def _check_for_function(options: Options) -> None:
         check_range(options, "seq_len", 1, LONGEST)
     if options.chunks is not None and sum(options.chunks) > LONGEST:
         rule = f"have at most {LONGEST} tokens"
-        raise refusal("--chunks", rule, {"--chunks": sum(options.chunks)})
+        raise input_error("--chunks", rule, {"--chunks": sum(options.chunks)})
     if options.key_input is not None and options.input is None:
         raise requires("--key-input", "--input")
 
@@ -221,7 +221,7 @@ def _seconds(options: Options) -> float:
     if options.seconds is None:
         return SECONDS
     if not options.seconds > 0:
-        raise refusal("--seconds", "be above 0", {"--seconds": options.seconds})
+        raise input_error("--seconds", "be above 0", {"--seconds": options.seconds})
     return options.seconds
 
 
@@ -233,14 +233,14 @@ def _check_for_ranks(options: Options) -> None:
     if needless:
         raise requires(needless, "MODULE:FUNCTION")
     if options.html is not None:
-        raise refusal("--html", "be left out with --mesh")
+        raise input_error("--html", "be left out with --mesh")
 
 
 def _check_for_recordings(options: Options, inputs: str) -> None:
     """Reject options that do not concern recordings."""
     if options.weights is not None:
         hint = "--model has the folder of their model"
-        raise refusal("--weights", "be left out for recordings", inputs, hint=hint)
+        raise input_error("--weights", "be left out for recordings", inputs, hint=hint)
     of_files = {"--from": options.layouts or None, "--prefix": options.prefix or None}
     needless = _passed({**_of_function(options), **of_files, "--seconds": options.seconds})
     if needless:
@@ -295,9 +295,9 @@ def _diagnose_weights(options: Options, out: Console) -> Result:
     from parity.use.reporting.diagnosis import print_weights
 
     if options.html is not None:
-        raise refusal("--html", "be left out for weight files")
+        raise input_error("--html", "be left out for weight files")
     if options.seconds is not None:
-        raise refusal("--seconds", "be left out for weight files")
+        raise input_error("--seconds", "be left out for weight files")
     diagnosis = Diagnosis()
     shown: WeightsComparison | None = None
     differing: tuple[Any, ...] = ()
@@ -335,7 +335,7 @@ def _are_traces(files: Sequence[str], kinds: Sequence[str]) -> bool:
     if "trace" not in kinds:
         return False
     if set(kinds) != {"trace"}:
-        raise refusal("both files", "be traces, or neither", " ".join(files))
+        raise input_error("both files", "be traces, or neither", " ".join(files))
     return True
 
 
@@ -343,7 +343,7 @@ def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
     """Return the diagnosis of one trace, or of the one of two whose first wrong stage comes
     first.
     """
-    from parity.explain.diagnosis.traces import diagnose_worst, distances, judge_together
+    from parity.explain.diagnosis.traces import compare_together, diagnose_worst, distances
     from parity.measure.core.compare import first_difference
     from parity.use.reporting.console import working
     from parity.use.reporting.diagnosis import print_divergence
@@ -353,14 +353,14 @@ def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
     check_different(files)
     traces = [load_trace(path) for path in files]
     if len({trace.problem.digest for trace in traces}) > 1:
-        raise refusal("traces", "be of one case and dtype", " ".join(files))
+        raise input_error("traces", "be of one case and dtype", " ".join(files))
     if len({trace.title for trace in traces}) < len(traces):
         # Two traces of one backend have the same title: their files distinguish them.
         traces = [
             replace(trace, folder=path, is_named_by_folder=True)
             for trace, path in zip(traces, files, strict=True)
         ]
-    sides = judge_together(traces)
+    sides = compare_together(traces)
     if len(traces) > 1:
         print_divergence(
             sides, distances(traces[0], traces[1], sides), out, verbose=options.verbose

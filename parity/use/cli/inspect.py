@@ -108,8 +108,8 @@ def _inspect_file(options: Options) -> Result:
         tensors: dict[str, dict[str, Any]] = {}
         for name, info in file.infos.items():
             tensors[name] = {"shape": list(info.shape), "dtype": names_of_dtypes[info.dtype]}
-        for name, kind in file.quantised.items():
-            tensors[name]["quantised"] = kind
+        for name, kind in file.quantized.items():
+            tensors[name]["quantized"] = kind
         proposal = ""
         if not layers:
             with working("proposing a layout"):

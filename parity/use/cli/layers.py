@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parity.use.cli.command import Options, option, together
-from parity.use.cli.messages import refusal, warn
+from parity.use.cli.messages import input_error, warn
 from parity.use.cli.options import Decorator, flag_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def layer_options(options: Options) -> LayerKeywords:
 
     theta = options.rope_theta
     if theta is not None and not 0.0 < theta < math.inf:
-        raise refusal("--rope-theta", "be positive and finite", {"--rope-theta": theta})
+        raise input_error("--rope-theta", "be positive and finite", {"--rope-theta": theta})
     return {
         "num_heads": options.num_heads,
         "num_kv_heads": options.num_kv_heads,
@@ -154,11 +154,11 @@ def pairs_of_layers(options: Options) -> Iterator[Pairs]:
         first = opened[0].in_order
         second = _in_order_of(first, opened[1].in_order)
         have_one_layer = len(first) == len(second) == 1
-        if _places(first) != _places(second) and not have_one_layer:
+        if _indices_of(first) != _indices_of(second) and not have_one_layer:
             for words in by_reason(of_files(options.files, opened)):
                 warn(f"not compared: {words}")
             counts = [f"{len(layers)} ({layers[0].label}, …)" for layers in (first, second)]
-            raise refusal(
+            raise input_error(
                 "both files", "have layers of the same numbers to be compared", " and ".join(counts)
             )
         pairs = list(zip(first, second, strict=True))
@@ -173,7 +173,7 @@ def pairs_of_layers(options: Options) -> Iterator[Pairs]:
 def _for_each_file(flag: str, values: list[str]) -> list[str | None]:
     """Return the value of an option for each of two files."""
     if len(values) > 2:
-        raise refusal(flag, "be passed once or twice", {flag: values})
+        raise input_error(flag, "be passed once or twice", {flag: values})
     if not values:
         return [None, None]
     # A value that is passed once is the first and the last.
@@ -192,8 +192,8 @@ def _layouts_without_metadata(checkpoints: list[Checkpoint], layout: str) -> lis
     return [None if has_metadata else layout for has_metadata in have_metadata]
 
 
-def _places(layers: list[FileLayer]) -> list[Any]:
-    return [layer.place for layer in layers]
+def _indices_of(layers: list[FileLayer]) -> list[Any]:
+    return [layer.indices for layer in layers]
 
 
 def _in_order_of(first: list[FileLayer], second: list[FileLayer]) -> list[FileLayer]:

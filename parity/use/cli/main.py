@@ -28,10 +28,10 @@ from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.use.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.use.cli.command import Command, OneOf, Options, help_option_of
 from parity.use.cli.messages import (
+    input_error,
     is_writable,
     print_out,
     print_traceback,
-    refusal,
     say,
     say_error,
     warn,
@@ -192,12 +192,12 @@ def _complete(instruction: str) -> int:
     try:
         status = shell_complete(PROGRAM, {}, PROGRAM.name or "", COMPLETE, instruction)
     except (KeyError, ValueError):
-        raise refusal(
+        raise input_error(
             COMPLETE, "be set by a shell, with COMP_WORDS and COMP_CWORD", instruction
         ) from None
     if status != 0:
         instructions = [f"{shell}_{what}" for shell in SHELLS for what in ("source", "complete")]
-        raise refusal(COMPLETE, f"be one of {', '.join(instructions)}", instruction)
+        raise input_error(COMPLETE, f"be one of {', '.join(instructions)}", instruction)
     return status
 
 

@@ -87,7 +87,7 @@ def is_writable(stream: TextIO | None) -> bool:
     return True
 
 
-def refusal(
+def input_error(
     argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **values: Any
 ) -> InputError:
     """Return an error about an argument of a command line."""

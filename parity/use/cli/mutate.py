@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from parity.measure.text import some_of
 from parity.use.cli.command import OneOf, Options, Result, argument, command, option
-from parity.use.cli.messages import refusal
+from parity.use.cli.messages import input_error
 from parity.use.cli.options import check_range, declarations, matching, name_list
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(options: Options) -> Result:
 
     check_range(options, "jobs", 1)
     if options.timeout is not None and not options.timeout > 0:
-        raise refusal("--timeout", "be above 0", {"--timeout": options.timeout})
+        raise input_error("--timeout", "be above 0", {"--timeout": options.timeout})
     requested = _requested(options.only, options.skip)
     params = None if options.params is None else load_params(options.params)
     claims = {name: getattr(options, name) for name in CLAIMS}
@@ -103,8 +103,8 @@ def _nothing_to_inject(options: Options, not_injected: Mapping[str, str]) -> Inp
     reasons = "; ".join(f"{name}: {reason}" for name, reason in examples)
     if flags:
         rule = f"leave a bug that can be injected into {options.subject}"
-        return refusal(" and ".join(flags), rule, reasons)
-    return refusal(options.subject, "be a target for a known bug", reasons)
+        return input_error(" and ".join(flags), rule, reasons)
+    return input_error(options.subject, "be a target for a known bug", reasons)
 
 
 def _requested(only: list[str] | None, skip: list[str] | None) -> set[str]:
@@ -131,4 +131,4 @@ def _check_injectable(flag: str, globs: Sequence[str], known_bugs: Sequence[str]
         others = fnmatch.filter(bug_by_name(), glob)
         if others:
             hint = f"mutate cannot inject {some_of(others, 3)}"
-            raise refusal(flag, "match a bug that can be injected", {flag: glob}, hint=hint)
+            raise input_error(flag, "match a bug that can be injected", {flag: glob}, hint=hint)

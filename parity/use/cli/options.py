@@ -14,7 +14,7 @@ import click
 from parity.measure.backends import BACKENDS
 from parity.measure.text import did_you_mean, some_of
 from parity.use.cli.command import OneOf, Options, option, together
-from parity.use.cli.messages import add_hint, names_like, refusal
+from parity.use.cli.messages import add_hint, input_error, names_like
 
 if TYPE_CHECKING:
     from mha_spec import InputError
@@ -54,7 +54,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def in_flags(refused: InputError, options: Options) -> InputError:
+def in_flags(error: InputError, options: Options) -> InputError:
     """Return an error about a function's argument as one about the option for it: `--to-prefix` for
     `to_prefix`.
     """
@@ -80,19 +80,19 @@ def in_flags(refused: InputError, options: Options) -> InputError:
             return name, value
         return flags.get(name, name), value
 
-    about_flags = refused.renamed(rename)
+    about_flags = error.renamed(rename)
     command = _command_with(about_flags, options)
     if command:
         add_hint(about_flags, f"try `{command}`")
     return about_flags
 
 
-def _command_with(refused: InputError, options: Options) -> str:
+def _command_with(error: InputError, options: Options) -> str:
     """Return the command line with the only layout that fits, if the layout is missing; else an
     empty text.
     """
-    alternatives = refused.remedy
-    if refused.argument != "--from" or isinstance(alternatives, Mapping) or len(alternatives) != 1:
+    alternatives = error.remedy
+    if error.argument != "--from" or isinstance(alternatives, Mapping) or len(alternatives) != 1:
         return ""
     (remedy,) = alternatives
     words = ["mha-parity", *options.words]
@@ -146,7 +146,7 @@ def _registered_name(path: str, tables: dict[str, tuple[str, Layout]]) -> str:
     first_path, first_layout = tables.setdefault(layout.name, (path, layout))
     if not layout.equals(first_layout):
         rule = f"differ from the name in {first_path}, whose table is different"
-        raise refusal("the key name", rule, repr(layout.name), where=path)
+        raise input_error("the key name", rule, repr(layout.name), where=path)
     return layout.name
 
 
@@ -301,9 +301,9 @@ def check_range(options: Options, name: str, least: int, most: float = math.inf)
     """Reject a number that is too small or too large."""
     value = getattr(options, name)
     if value < least:
-        raise refusal(flag_of(name), f"be at least {least}", {flag_of(name): value})
+        raise input_error(flag_of(name), f"be at least {least}", {flag_of(name): value})
     if value > most:
-        raise refusal(flag_of(name), f"be at most {most}", {flag_of(name): value})
+        raise input_error(flag_of(name), f"be at most {most}", {flag_of(name): value})
 
 
 def check_names(flag: str, names: Sequence[str] | None, known_names: Collection[str]) -> None:
@@ -311,7 +311,7 @@ def check_names(flag: str, names: Sequence[str] | None, known_names: Collection[
     for name in names or ():
         if name not in known_names:
             hint = did_you_mean(name, known_names)
-            raise refusal(flag, f"be one of {', '.join(known_names)}", {flag: name}, hint=hint)
+            raise input_error(flag, f"be one of {', '.join(known_names)}", {flag: name}, hint=hint)
 
 
 def matching(
@@ -331,6 +331,6 @@ def matching(
         if not fnmatch.filter(known_names, glob):
             listed = f"`{lister}` lists all" if lister else f"there are {some_of(known_names)}"
             hint = names_like(glob, known_names, listed)
-            raise refusal(flag, "match a known name", {flag: glob}, hint=hint)
+            raise input_error(flag, "match a known name", {flag: glob}, hint=hint)
         matches.update(name for name in known_names if fnmatch.fnmatchcase(name, glob))
     return [name for name in known_names if name in matches]

@@ -13,7 +13,7 @@ import click
 from parity.measure.text import and_listed
 from parity.use.cli.command import Options
 from parity.use.cli.layers import layer_options
-from parity.use.cli.messages import refusal, requires
+from parity.use.cli.messages import input_error, requires
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +38,7 @@ class OwnLayer(NamedTuple):
     Attributes:
         function: its call, with its weights.
         problem: the right weights, and inputs.
-        framework: of its arrays.
+        framework: framework of its arrays.
         is_causal_known: whether an option or the model's configuration says if it is causal.
     """
 
@@ -81,7 +81,7 @@ def own_layer(options: Options) -> OwnLayer:
     framework = options.framework or framework_of(function)
     if framework is None:
         rule = f"be the framework of {name}, one of {', '.join(FRAMEWORKS)}"
-        raise refusal("--framework", rule)
+        raise input_error("--framework", rule)
     reason = why_missing(FRAMEWORKS[framework])
     if reason:
         raise ModuleNotFoundError(reason)
@@ -137,7 +137,7 @@ def _chosen_layer(layers: list[FileLayer], source: str, options: Options) -> Fil
         text = f"missing option --layer: {source} has layers {numbers[0]} to {numbers[-1]}"
         raise click.UsageError(text, options.context)
     remedy = [{"--prefix": layer.label} for layer in chosen]
-    raise refusal(
+    raise input_error(
         "--prefix", "select one layer", f"{len(chosen)} of them", remedy=remedy, hint="selects one"
     )
 
@@ -205,7 +205,7 @@ def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
     batch, num_tokens, _ = query.shape
     if options.chunks is not None and sum(options.chunks) != num_tokens:
         rule = f"have the sum {num_tokens}, the tokens of {options.input}"
-        raise refusal("--chunks", rule, ",".join(map(str, options.chunks)))
+        raise input_error("--chunks", rule, ",".join(map(str, options.chunks)))
     is_cross = case.seq_len_k is not None
     if is_cross and options.key_input is None:
         raise requires("--input for cross-attention", "--key-input")
@@ -216,9 +216,11 @@ def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
         num_keys = key.shape[1]
         if key.shape[0] != batch:
             sizes = f"{key.shape[0]} and {batch}"
-            raise refusal("--key-input", "have as many sequences as --input", sizes)
+            raise input_error("--key-input", "have as many sequences as --input", sizes)
     if right.received:
-        raise refusal("--input", "be left out for a layer that shares keys and values of another")
+        raise input_error(
+            "--input", "be left out for a layer that shares keys and values of another"
+        )
     case = replace(case, batch=batch, seq_len=num_tokens, seq_len_k=num_keys)
     if case.is_cached:
         case = replace(case, capacity=num_tokens)
@@ -241,7 +243,7 @@ def _function(name: str, options: Options) -> tuple[Callable[..., Any], bool]:
 
     target = load_callable(name)
     if isinstance(target, type):
-        raise refusal(name, "be a function, or an instance of a layer", "a class")
+        raise input_error(name, "be a function, or an instance of a layer", "a class")
     if options.params is None:
         parameters = parameters_of(target) or {}
         parameter = weights_parameter(target, parameters)
@@ -269,7 +271,7 @@ def _with_weights(
         layer = function(weights)
     if not callable(layer):
         rule = "return a layer that can be called, because it receives weights alone"
-        raise refusal(name, rule, type(layer).__name__)
+        raise input_error(name, rule, type(layer).__name__)
     return layer
 
 

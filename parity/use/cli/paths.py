@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from parity.use.cli.command import Options, name_of
-from parity.use.cli.messages import refusal
+from parity.use.cli.messages import input_error
 from parity.use.cli.options import flag_of
 
 REPORTS = ("json", "junit", "html")
@@ -45,10 +45,10 @@ def check_paths(options: Options, may_write: Callable[[Options, str], bool] | No
             if name != other_name and _is_same(path, other_path):
                 other_flag = _flag(other_name, options)
                 values = {flag: path, other_flag: other_path}
-                raise refusal(flag, f"differ from the file of {other_flag}", values)
+                raise input_error(flag, f"differ from the file of {other_flag}", values)
         if name in REPORTS:
             if may_write is not None and may_write(options, path):
-                raise refusal(flag, "differ from the files to write", {flag: path})
+                raise input_error(flag, "differ from the files to write", {flag: path})
             check_report(path, flag)
 
 
@@ -59,7 +59,7 @@ def _paths_of(options: Options) -> list[tuple[str, str]]:
         value = getattr(options, name, None)
         for path in value if isinstance(value, list) else [value]:
             if path == "":
-                raise refusal(_flag(name, options), "be a file or a folder", "an empty name")
+                raise input_error(_flag(name, options), "be a file or a folder", "an empty name")
             if path is not None:
                 paths.append((name, path))
     return paths

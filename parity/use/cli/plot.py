@@ -8,7 +8,7 @@ from typing import Any
 
 from parity.use.cli.command import Options, Result, argument, command, option
 from parity.use.cli.layers import layer_options, weight_options
-from parity.use.cli.messages import check_exclusive, refusal, requires
+from parity.use.cli.messages import check_exclusive, input_error, requires
 from parity.use.cli.options import causal_option, from_option, range_list
 from parity.use.cli.paths import kind_of
 
@@ -122,10 +122,12 @@ def _attention(options: Options) -> tuple[str, Any]:
         }
         needless = _passed(of_layer)
         if needless:
-            raise refusal(", ".join(needless), "be left out for a trace", str(options.source))
+            raise input_error(", ".join(needless), "be left out for a trace", str(options.source))
         return attention_in(load_trace(options.source), options.stage)
     if options.stage is not None:
-        raise refusal("--stage", "be left out for a file of weights", {"--stage": options.stage})
+        raise input_error(
+            "--stage", "be left out for a file of weights", {"--stage": options.stage}
+        )
     if options.input is None:
         needless = _passed(of_input)
         if needless:

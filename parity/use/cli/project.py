@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from parity.use.cli.command import name_of
-from parity.use.cli.messages import names_like, refusal
+from parity.use.cli.messages import input_error, names_like
 
 NAME = "pyproject.toml"
 
@@ -107,7 +107,7 @@ def _check_names(
             _check_table(name, value, options_by_command, path)
         elif name not in all_options:
             hint = names_like(name, all_options, "`mha-parity help COMMAND` lists options")
-            raise refusal(f"[{TABLE}]", "have options", name, where=path, hint=hint)
+            raise input_error(f"[{TABLE}]", "have options", name, where=path, hint=hint)
 
 
 def _check_table(
@@ -119,13 +119,13 @@ def _check_table(
     """Reject the table of an unknown command, and names that are not options of it."""
     if command not in options_by_command:
         hint = names_like(command, options_by_command, "`mha-parity` lists the commands")
-        raise refusal(f"[{TABLE}.{command}]", "be a command", command, where=path, hint=hint)
+        raise input_error(f"[{TABLE}.{command}]", "be a command", command, where=path, hint=hint)
     known = options_by_command[command]
     for name in table:
         if name not in known:
             hint = names_like(name, known, f"`mha-parity help {command}` lists options")
             rule = "have options of it"
-            raise refusal(f"[{TABLE}.{command}]", rule, name, where=path, hint=hint)
+            raise input_error(f"[{TABLE}.{command}]", rule, name, where=path, hint=hint)
 
 
 def _nearest_file() -> Path | None:
@@ -154,11 +154,11 @@ def _table_in(path: Path) -> Mapping[str, Any]:
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise refusal(str(path), "be TOML", str(error)) from None
+        raise input_error(str(path), "be TOML", str(error)) from None
     tools = content.get("tool", {})
     table = tools.get(PROJECT, {}) if isinstance(tools, Mapping) else {}
     if not isinstance(table, Mapping):
-        raise refusal(f"[{TABLE}]", "be a table", type(table).__name__, where=str(path))
+        raise input_error(f"[{TABLE}]", "be a table", type(table).__name__, where=str(path))
     return table
 
 
@@ -180,13 +180,13 @@ def _as_typed(value: Any, option: click.Option, where: str) -> Any:
     """
     if option.is_flag:
         if not isinstance(value, bool):
-            raise refusal(where, "be true or false", repr(value))
+            raise input_error(where, "be true or false", repr(value))
         return value
     items = value if isinstance(value, list) else [value]
     for item in items:
         # A Boolean would pass as the number 1.
         if isinstance(item, bool) or not isinstance(item, str | int | float):
-            raise refusal(where, "be a text, a number or a list", repr(value))
+            raise input_error(where, "be a text, a number or a list", repr(value))
     # Text, because 3.5 would pass as the integer 3.
     typed = [str(item) for item in items]
     return typed if option.multiple else ",".join(typed)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from parity.use.cli.command import Options, Result
 from parity.use.cli.layers import ASSUMED_CAUSAL, layer_options
-from parity.use.cli.messages import contradiction, refusal, requires
+from parity.use.cli.messages import contradiction, input_error, requires
 from parity.use.cli.options import flag_of
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ def diagnose_division(options: Options) -> Result:
     paths = options.files
     if len(paths) != num_ranks:
         got = f"{len(paths)}: {' '.join(paths)}"
-        raise refusal(
+        raise input_error(
             f"--mesh {options.mesh}",
             f"be passed with one file per rank, {num_ranks} in order",
             got,
         )
     for path in paths:
         if paths.count(path) > 1:
-            raise refusal("each rank", "have a file of its own", f"{path} twice")
+            raise input_error("each rank", "have a file of its own", f"{path} twice")
     _check_order(paths)
     arrays = {path: load_tensors(path)[0] for path in paths}
     if options.weights is None:
@@ -72,7 +72,7 @@ def _check_order(paths: Sequence[str]) -> None:
         return
     for before, path in pairwise(paths):
         if _numbers(before) > _numbers(path):
-            raise refusal("files", "be in the order of ranks", f"{before} before {path}")
+            raise input_error("files", "be in the order of ranks", f"{before} before {path}")
 
 
 def _numbers(path: str) -> list[int]:
@@ -85,7 +85,7 @@ def _division(text: str) -> dict[str, int]:
     names = {"tensor": "tensor", "sequence": "tokens"}
     if name not in names or not size.isdecimal() or int(size) < 2:
         rule = "be tensor=N (ranks divide the heads) or sequence=N (ranks divide the tokens)"
-        raise refusal("--mesh", rule, {"--mesh": text})
+        raise input_error("--mesh", rule, {"--mesh": text})
     return {names[name]: int(size)}
 
 
@@ -136,7 +136,7 @@ def _problem_of_layer(options: Options, arrays: Mapping[str, Arrays]) -> Problem
     for name, array in inputs.items():
         if array.shape[2] != widths[name] or array.dtype.name not in DTYPES:
             rule = f"have {widths[name]} features of one of {', '.join(DTYPES)}"
-            raise refusal(name, rule, {f"{name}.shape": array.shape, "dtype": array.dtype})
+            raise input_error(name, rule, {f"{name}.shape": array.shape, "dtype": array.dtype})
     is_causal = options.causal
     if is_causal is None:
         is_causal = "key" not in inputs
@@ -163,25 +163,25 @@ def _whole_input(name: str, arrays: Mapping[str, Arrays], mesh: str) -> np.ndarr
     for path, arrays_of_rank in arrays.items():
         if name not in arrays_of_rank:
             rule = "be in the file of each rank, next to the stages"
-            raise refusal(name, rule, f"none in {path}")
+            raise input_error(name, rule, f"none in {path}")
         parts.append(arrays_of_rank[name])
     shapes = [part.shape for part in parts]
     if any(len(shape) != 3 for shape in shapes):
-        raise refusal(name, "be (batch, tokens, features)", f"{name} of the shapes {shapes}")
+        raise input_error(name, "be (batch, tokens, features)", f"{name} of the shapes {shapes}")
     if mesh.startswith("sequence"):
         return np.concatenate(parts, 1)
     for part in parts:
         if not np.array_equal(part, parts[0], equal_nan=True):
-            raise refusal(name, "be the same on all ranks of a tensor mesh", "different arrays")
+            raise input_error(name, "be the same on all ranks of a tensor mesh", "different arrays")
     return parts[0]
 
 
 def _check_names(options: Options, arrays: Mapping[str, Arrays], inputs: Sequence[str]) -> None:
     """Reject a file that has other arrays than stages, or no stage."""
-    from parity.explain.diagnosis.ranks import JUDGED
+    from parity.explain.diagnosis.ranks import COMPARED
     from parity.measure.core.stages import did_you_mean_stage
 
-    stages: list[str] = [*JUDGED]
+    stages: list[str] = [*COMPARED]
     if options.mesh.startswith("sequence"):
         stages.append("grad.query")
     for path, arrays_of_rank in arrays.items():
@@ -193,7 +193,7 @@ def _check_names(options: Options, arrays: Mapping[str, Arrays], inputs: Sequenc
         got = sorted(unknown or names)
         hint = did_you_mean_stage(got[0], allowed) if unknown else ""
         rule = f"have stages, out of {', '.join(allowed)}"
-        raise refusal(path, rule, ", ".join(got) or "none", hint=hint)
+        raise input_error(path, rule, ", ".join(got) or "none", hint=hint)
 
 
 def _dtype_of(arrays: Mapping[str, Arrays]) -> str:
@@ -208,7 +208,7 @@ def _dtype_of(arrays: Mapping[str, Arrays]) -> str:
             if array.dtype.name in DTYPES:
                 sizes.add((array.dtype.itemsize, array.dtype.name))
     if not sizes:
-        raise refusal("stages", f"have one of the dtypes {', '.join(DTYPES)}", "none")
+        raise input_error("stages", f"have one of the dtypes {', '.join(DTYPES)}", "none")
     # The name decides between dtypes of one size: any rule would do that is always the same.
     _, narrowest = min(sizes)
     return narrowest

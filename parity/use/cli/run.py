@@ -15,8 +15,8 @@ from parity.use.cli.messages import (
     add_hint,
     check_exclusive,
     contradiction,
+    input_error,
     no_framework,
-    refusal,
     requires,
 )
 from parity.use.cli.options import (
@@ -175,7 +175,7 @@ def run(options: Options) -> Result:
         raise ModuleNotFoundError(no_framework())
     arguments: dict[str, Any] = {
         "with_gradients": options.grad,
-        "on_judged": maps,
+        "on_compared": maps,
         # The device is torch's, wherever it runs.
         "device": "cpu" if "torch" in pythons else options.device,
     }
@@ -240,7 +240,7 @@ def _check_numbers_and_names(options: Options) -> None:
         check_range(options, "seq_len", SHORTEST, LONGEST)
     if options.jobs > 1 and options.model is not None:
         rule = "be 1 with --model, because layers are read one at a time"
-        raise refusal("--jobs", rule, {"--jobs": options.jobs})
+        raise input_error("--jobs", rule, {"--jobs": options.jobs})
 
 
 def _weights_and_cases(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parity.use.cli.command import Command, Options
-from parity.use.cli.messages import contradiction, refusal
+from parity.use.cli.messages import contradiction, input_error
 from parity.use.cli.options import in_flags, register_tables
 from parity.use.cli.paths import REPORTS, STANDARD_OUTPUT, check_paths
 
@@ -35,7 +35,7 @@ def run_command(options: Options) -> int:
                 return _run_and_write(command, options)
         return _run_and_write(command, options)
     if len(to_stdout) > 1:
-        raise refusal(f"--{' and --'.join(to_stdout)}", "not both be standard output")
+        raise input_error(f"--{' and --'.join(to_stdout)}", "not both be standard output")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report"
         setattr(options, to_stdout[0], str(path))
@@ -68,8 +68,8 @@ def _run_and_write(command: Command, options: Options) -> int:
         with user_code(f"code that mha-parity {options.command} ran"), colored(options.color):
             register_tables(options)
             status, content = run(options)
-    except InputError as refused:
-        raise in_flags(refused, options) from None
+    except InputError as error:
+        raise in_flags(error, options) from None
     if options.json is not None:
         from parity.use.reporting.json import write_json
 

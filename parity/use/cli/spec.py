@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from parity.use.cli.command import Options, Result, argument, command, option
-from parity.use.cli.messages import add_hint, refusal, requires
+from parity.use.cli.messages import add_hint, input_error, requires
 
 
 @command(
@@ -41,7 +41,7 @@ def run(options: Options) -> Result:
     """Print the specifications."""
     forms = [options.path is not None, options.live is not None, options.families]
     if forms.count(True) != 1:
-        raise refusal("PATH, --live or --families", "be passed, and only one of them")
+        raise input_error("PATH, --live or --families", "be passed, and only one of them")
     if options.families:
         return _list_families(options)
     if options.live is not None:
@@ -64,7 +64,7 @@ def _observe_model(options: Options) -> Result:
     """Print the specification of each layer of a live model, or why there is none."""
     from parity.explain.conformance.discover import load_callable
     from parity.explain.identification.layers import layers_of
-    from parity.measure.core.user_code import place_of, user_code
+    from parity.measure.core.user_code import line_of, user_code
     from parity.use.reporting.console import console, working
 
     if options.part is not None:
@@ -74,13 +74,15 @@ def _observe_model(options: Options) -> Result:
         with user_code(options.live):
             result = function()
     except Exception as error:  # a user's function may raise anything
-        raised = f"{type(error).__name__}: {error}, {place_of(error)}"
+        raised = f"{type(error).__name__}: {error}, {line_of(error)}"
         rule = "be a function without arguments that returns a model and its inputs by name"
-        raise refusal("--live", rule, raised) from error
+        raise input_error("--live", rule, raised) from error
     values = result if isinstance(result, tuple) else (result,)
     if len(values) != 2 or not isinstance(values[1], Mapping):
         got = ", ".join(type(value).__name__ for value in values)
-        raise refusal("--live", "be a function that returns a model and its inputs by name", got)
+        raise input_error(
+            "--live", "be a function that returns a model and its inputs by name", got
+        )
     model, inputs = values
     with working("observing the layers of the model"):
         layers = layers_of(model, inputs)

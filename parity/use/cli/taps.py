@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from parity.use.cli.command import Options, Result
-from parity.use.cli.messages import refusal, requires
+from parity.use.cli.messages import input_error, requires
 
 if TYPE_CHECKING:
     from parity.explain.diagnosis.tap_pairs import TapDifference
@@ -17,7 +17,7 @@ def are_taps(paths: Sequence[str], kinds: Sequence[str]) -> bool:
     if "tap" not in kinds:
         return False
     if set(kinds) != {"tap"} or len(paths) > 2 or len(set(paths)) < len(paths):
-        raise refusal("recordings", "be one or two, without other files", " ".join(paths))
+        raise input_error("recordings", "be one or two, without other files", " ".join(paths))
     return True
 
 
@@ -83,7 +83,7 @@ def _compare_two(paths: Sequence[str], *, with_table: bool) -> TapDifference:
     from parity.use.reporting.taps import print_difference
 
     if len(paths) < 2:
-        raise refusal(
+        raise input_error(
             "--model", f"be the folder of the model of {paths[0]}, unless there are two recordings"
         )
     first, second = paths

@@ -41,7 +41,7 @@ def compare_weight_files(options: Options) -> Result:
             if len(pairs.layers) > 1:
                 stages = [replace(comparison, case=one.label) for comparison in stages]
             for path, layer in zip(options.files, (one, other), strict=True):
-                quantized[path].update(layer.quantised)
+                quantized[path].update(layer.quantized)
             if are_same and not weights.same:
                 diagnosis = diagnose_weights(*layers)
                 are_same = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parity.measure.text import printable
 from parity.use.cli.command import OneOf, Options, Result, argument, command, option
 from parity.use.cli.layers import layer_options, weight_options
-from parity.use.cli.messages import contradiction, print_out, refusal, requires
+from parity.use.cli.messages import contradiction, input_error, print_out, requires
 from parity.use.cli.options import FrameworkName, from_option
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def run(options: Options) -> Result:
     paths = _paths(options)
     if may_write(options, options.source):
         values = {"MODEL": options.source, "--output": options.output}
-        raise refusal("MODEL", "differ from the files to write", values)
+        raise input_error("MODEL", "differ from the files to write", values)
     _check_free(paths, force=options.force)
     with Checkpoint.open(options.source) as checkpoint:
         hints = LayerHints.by(CALLER, **layer_options(options))
@@ -104,7 +104,7 @@ def run(options: Options) -> Result:
             chosen = chosen_layers(layers.in_order, [options.layer])
         if len(chosen) != 1:
             remedy = [{"--prefix": layer.label} for layer in chosen]
-            raise refusal(
+            raise input_error(
                 "--layer",
                 "select one layer",
                 f"{len(chosen)} of them",
@@ -131,7 +131,7 @@ def _contents(layer: FileLayer, options: Options) -> list[bytes]:
 
     call: Any = {"cache": options.cache, "has_mask": options.mask}
     if options.cache is not None and not call_of_layer(layer).is_causal:
-        raise refusal("--cache", "be passed with a causal layer", layer.label)
+        raise input_error("--cache", "be passed with a causal layer", layer.label)
     contents = [source_of_layer(layer, options.to, **call).encode()]
     if options.test is not None:
         form = call_of_layer(layer, **call)
@@ -154,7 +154,7 @@ def _check_module(options: Options) -> None:
     path = Path(options.output)
     if path.suffix != ".py" or not _is_free(path.stem):
         rule = "be the file of a new module, such as attention.py"
-        raise refusal("--output", rule, {"--output": options.output})
+        raise input_error("--output", rule, {"--output": options.output})
 
 
 def _is_free(name: str) -> bool:
@@ -173,6 +173,6 @@ def _is_free(name: str) -> bool:
 def _check_free(paths: list[Path], *, force: bool) -> None:
     for path in paths:
         if path.is_dir():
-            raise refusal("--output", "be no existing folder", str(path))
+            raise input_error("--output", "be no existing folder", str(path))
         if path.exists() and not force:
             raise FileExistsError(f"{path} exists; pass --force to replace it")

@@ -49,7 +49,7 @@ def print_conformance(
     for subject in subjects:
         if subject.missing:
             print_line(out, f"{subject.name}: {subject.missing}", "dim")
-    _print_refusals(examined, out)
+    _print_rejections(examined, out)
     for subject in examined:
         _print_broken(subject, out, rerun)
     out.print()
@@ -83,14 +83,14 @@ def _cell(answer: Answer) -> Text:
     return Text(words, style=STYLES[answer.status])
 
 
-def _print_refusals(subjects: Sequence[Conformance], out: Console) -> None:
+def _print_rejections(subjects: Sequence[Conformance], out: Console) -> None:
     """Print the rejected calls of each target, checks with the same path and reason in one line."""
     lines = []
     for subject in subjects:
-        rejected = [answer for answer in subject.answers if answer.refusal]
-        by_refusal = grouped(rejected, lambda answer: answer.refusal)
-        for refusal, answers in by_refusal.items():
-            lines.append(f"{subject.name}, {_questions(answers)}: rejected ({refusal})")
+        rejected = [answer for answer in subject.answers if answer.rejection]
+        by_rejection = grouped(rejected, lambda answer: answer.rejection)
+        for rejection, answers in by_rejection.items():
+            lines.append(f"{subject.name}, {_questions(answers)}: rejected ({rejection})")
     if lines:
         print_line(out, "\n" + "\n".join(lines), "dim")
 
@@ -121,7 +121,7 @@ def _print_verdict(subjects: Sequence[Conformance], out: Console, *, num_missing
     for subject in subjects:
         for answer in subject.answers:
             num_answers += 1
-            num_answered += answer.was_asked
+            num_answered += answer.applies
             num_broken += answer.is_broken
     if num_broken:
         verdict = counted(num_broken, "broken guarantee")

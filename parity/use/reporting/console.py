@@ -177,10 +177,10 @@ def _fits(out: Console, columns: Sequence[Column], rows: Sequence[Row]) -> bool:
         return True
     # On a terminal there is also a line before the first column.
     least_width = 1 + width_between_columns(out) * len(columns)
-    for place, column in enumerate(columns):
+    for index, column in enumerate(columns):
         longest = cell_len(str(column.header))
         for row in rows:
-            longest = max(longest, cell_len(str(row[place])))
+            longest = max(longest, cell_len(str(row[index])))
         least_width += longest if column.no_wrap else min(longest, NARROWEST)
     return least_width <= out.width
 

@@ -120,7 +120,7 @@ def print_inspection(
     fit.
 
     Args:
-        path: of the file.
+        path: path of the file.
         file: the open file.
         layers_by_kind: its attention layers.
         out: where to print.
@@ -153,16 +153,16 @@ def print_inspection(
 def _tensor_rows(file: TensorFile) -> list[Row]:
     """Return a row for tensors that are alike: pattern of the name, shape, dtype, count."""
     counts = Counter(
-        (numbered(name), info.shape, info.dtype, file.quantised.get(name))
+        (numbered(name), info.shape, info.dtype, file.quantized.get(name))
         for name, info in file.infos.items()
     )
     # NumPy takes long to name a dtype, and a file has few dtypes and many tensors.
     names_of_dtypes = {dtype: dtype.name for _, _, dtype, _ in counts}
     rows: list[Row] = []
-    for (pattern, shape, dtype, quantised), count in counts.items():
+    for (pattern, shape, dtype, quantized), count in counts.items():
         kind = names_of_dtypes[dtype]
-        if quantised is not None:
-            kind = f"{quantised}, read as {kind}"
+        if quantized is not None:
+            kind = f"{quantized}, read as {kind}"
         sizes = " x ".join(map(str, shape)) or "scalar"
         rows.append((pattern, sizes, kind, str(count)))
     return rows
@@ -183,7 +183,7 @@ def print_conversion(converted: Converted, layout: str, out: Console) -> None:
     else:
         convert, copy, drop, write = "would convert", "would copy", "drop", "would write"
     layers = f"{counted(len(converted.layers), 'attention layer')}{_heads_in_words(converted)}"
-    tensors = f"{copy} {counted(len(converted.kept), 'other tensor')}"
+    tensors = f"{copy} {counted(len(converted.copied), 'other tensor')}"
     if converted.dropped:
         tensors += f" and {drop} {len(converted.dropped)}"
     print_line(

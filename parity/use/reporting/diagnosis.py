@@ -35,7 +35,7 @@ def print_diagnosis(
     On a terminal, labels are bold and long lines continue with an indent.
 
     Args:
-        diagnosis: of a layer, of ranks or of a recording.
+        diagnosis: diagnosis of a layer, of ranks or of a recording.
         out: the console.
         is_right: True if nothing is wrong.
         verbose: also print alternatives, patterns, nearest bugs and conventions.
@@ -109,8 +109,8 @@ def _repeats(diagnosis: Diagnosis, weights: WeightsComparison) -> bool:
     if len(diagnosis.findings) != 1:
         return False
     about = diagnosis.findings[0].about
-    laws = [difference.law for difference in weights.differences]
-    return any(law is not None and law.words == about for law in laws)
+    patterns = [difference.pattern for difference in weights.differences]
+    return any(pattern is not None and pattern.words == about for pattern in patterns)
 
 
 def print_divergence(

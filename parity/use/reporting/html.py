@@ -121,7 +121,7 @@ class AttentionMap:
 
 class AttentionMaps(dict[Key, AttentionMap]):
     """Attention maps by case, dtype and backend, collected during a run: pass it to `run_cases` as
-    `on_judged`.
+    `on_compared`.
 
     A case that passed has the first heads of the first sequence, at the last step of a cache. A
     case that failed has the sequence, head and step of the worst weight.
@@ -307,8 +307,8 @@ def _layers(report: Report) -> list[dict[str, Any]]:
     for backend, by_layer in worst.items():
         cells = []
         beyond_budget = []
-        for place, layer in enumerate(report.layers):
-            cell = _layer_cell(place, layer, by_layer.get(layer))
+        for index, layer in enumerate(report.layers):
+            cell = _layer_cell(index, layer, by_layer.get(layer))
             cells.append(cell)
             # The last limit of HEAT is the budget itself.
             if cell["level"] == len(HEAT):
@@ -319,13 +319,13 @@ def _layers(report: Report) -> list[dict[str, Any]]:
     return strips
 
 
-def _layer_cell(place: int, layer: str, worst: Comparison | None) -> dict[str, Any]:
+def _layer_cell(index: int, layer: str, worst: Comparison | None) -> dict[str, Any]:
     """Return the cell of a layer in its strip; it is empty if the layer was not compared."""
     if worst is None:
         return {"path": "", "level": 0, "words": f"{layer}: not compared"}
     level = _level(worst.worse_ratio)
     words = f"{layer}, {worst.stage} {_ratio(worst.worse_ratio)}"
-    return {"path": _bar_path(place, 1, level), "level": level, "words": words}
+    return {"path": _bar_path(index, 1, level), "level": level, "words": words}
 
 
 def _level(share: float) -> int:
@@ -388,8 +388,10 @@ def _galleries(
     for backend in backends:
         if (case, dtype, backend) in maps:
             of_case.append((backend, maps[case, dtype, backend]))
-    of_places = grouped(of_case, lambda entry: (entry[1].stage, entry[1].sequence, entry[1].heads))
-    for (stage, sequence, heads), entries in sorted(of_places.items()):
+    of_same_heads = grouped(
+        of_case, lambda entry: (entry[1].stage, entry[1].sequence, entry[1].heads)
+    )
+    for (stage, sequence, heads), entries in sorted(of_same_heads.items()):
         _, first = entries[0]
         rows = [("reference", "", _images(first, "expected"))]
         for backend, attention_map in entries:
@@ -432,13 +434,13 @@ def _environments(
     A run has its own environment and the environments of joined traces. A comparison of traces has
     one for each folder.
     """
-    places = environment
+    environments = environment
     if "python" in environment:
         here = {name: value for name, value in environment.items() if name != "joined"}
-        places = {"this run": here, **environment.get("joined", {})}
-    for place, settings in places.items():
-        tables = [(name, flattened(table)) for name, table in _tables(settings) if table]
-        yield place or "this machine", tables
+        environments = {"this run": here, **environment.get("joined", {})}
+    for name, settings in environments.items():
+        tables = [(title, flattened(table)) for title, table in _tables(settings) if table]
+        yield name or "this machine", tables
 
 
 def _tables(settings: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -506,13 +508,13 @@ def _heat(comparison: Comparison) -> dict[str, Any]:
     # The positions are tokens of queries or, in stages of keys alone, of keys.
     axis = "T" if "T" in sizes else "S"
     size = sizes.get(axis, 0)
-    places = f"{axis.lower()} = 0 … {size - 1}"
+    positions = f"{axis.lower()} = 0 … {size - 1}"
     if size != len(shares):
-        places += f", {len(shares)} runs of adjacent positions"
+        positions += f", {len(shares)} runs of adjacent positions"
     return {
         "size": len(shares),
         "paths": sorted(paths.items()),
-        "words": f"{places}: {' '.join(map(_ratio, shares))}",
+        "words": f"{positions}: {' '.join(map(_ratio, shares))}",
     }
 
 

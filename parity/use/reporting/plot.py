@@ -212,7 +212,7 @@ def _label(axis: Any, labels: Sequence[str] | None, rotation: int) -> None:
         axis.get_major_locator().set_params(integer=True)
         return
     step = math.ceil(len(labels) / MOST_LABELS)
-    places = range(0, len(labels), step)
-    words = [printable(labels[place], keep="") for place in places]
+    indices = range(0, len(labels), step)
+    words = [printable(labels[index], keep="") for index in indices]
     # A token may contain a dollar sign, which would begin a formula.
-    axis.set_ticks(places, labels=words, rotation=rotation, parse_math=False)
+    axis.set_ticks(indices, labels=words, rotation=rotation, parse_math=False)

@@ -136,8 +136,8 @@ def print_stage_table(report: Report, out: Console) -> None:
         for backend in backends:
             row.append(_largest_errors(of_backends.get(backend, [])))
         worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
-        place = f"{worst.case} ({worst.backend})" if worst.worse_ratio else ""
-        rows.append([*row, Text(place, style="dim", no_wrap=True, overflow="ellipsis")])
+        where = f"{worst.case} ({worst.backend})" if worst.worse_ratio else ""
+        rows.append([*row, Text(where, style="dim", no_wrap=True, overflow="ellipsis")])
     columns: list[str | Column] = [Column("stage", no_wrap=True)]
     for backend in backends:
         columns.append(Column(backend, justify="right"))

@@ -116,7 +116,7 @@ class CollectivesOfProgram(TypedDict):
     excuse: Annotated[str, "reason for additional ones; empty if there must be none"]
 
 
-class RelationOfTensors(TypedDict):
+class PatternOfTensors(TypedDict):
     """The relation of two tensors of one name."""
 
     name: Annotated[str, "name of the relation"]
@@ -142,7 +142,7 @@ class DifferentTensor(TypedDict):
     worst_values: Annotated[list[Number], "value of the first and of the second file there"]
     max_abs: Annotated[Number, "largest absolute difference"]
     max_ulp: Annotated[Number, "largest difference in units in the last place"]
-    law: Annotated[RelationOfTensors | None, "relation of the tensors; null if none is known"]
+    pattern: Annotated[PatternOfTensors | None, "relation of the tensors; null if none is known"]
 
 
 class ComparedWeights(TypedDict):
@@ -208,7 +208,7 @@ class FirstFinding(TypedDict):
     more: Annotated[str, "command that prints more"]
 
 
-class PlaceOfError(TypedDict):
+class LocationOfError(TypedDict):
     """The part of a stage that is wrong; indices are null if the stage has no such axis."""
 
     words: Annotated[str, "its description"]
@@ -227,7 +227,7 @@ class PatternOfError(TypedDict):
 
     name: Annotated[str, "its name"]
     about: Annotated[str, "the error in a line"]
-    numbers: Annotated[Record, "its fitted parameters by name"]
+    fitted: Annotated[Record, "its fitted parameters by name"]
     parameters: Annotated[int, "number of fitted parameters"]
     pages: Annotated[list[str], "pages about it"]
     fixes: Annotated[list[str], "how to fix it"]
@@ -236,7 +236,7 @@ class PatternOfError(TypedDict):
 class DescribedError(TypedDict):
     """A wrong stage that no known bug explains."""
 
-    place: Annotated[PlaceOfError, "where it is wrong"]
+    location: Annotated[LocationOfError, "where it is wrong"]
     patterns: Annotated[list[PatternOfError], "patterns that explain it, the simplest first"]
     signs: Annotated[list[str], "unexpected properties, which explain nothing by themselves"]
 
@@ -255,7 +255,9 @@ class FindingRecord(FirstFinding):
     error: Annotated[Number, "error with the bugs in the reference"]
     ratio: Annotated[Number, "that error / budget"]
     others: Annotated[list[str], "other explanations that the stages cannot distinguish"]
-    description: Annotated[DescribedError | None, "place, patterns and signs; null for a known bug"]
+    description: Annotated[
+        DescribedError | None, "location, patterns and signs; null for a known bug"
+    ]
     nearest: Annotated[list[list[Any]], "bugs that reduce the error most, and the error left"]
     num_tried: Annotated[int, "number of known bugs that were tried on an unexplained stage"]
 
@@ -416,7 +418,7 @@ class AnswerOfSubject(TypedDict):
     words: Annotated[str, "answer in words"]
     example: Annotated[str, "for a broken promise: shapes, seed, path and values"]
     by_path: Annotated[dict[str, str], "answer of each path"]
-    refusal: Annotated[str, "first path that rejects the question, and why; empty if none does"]
+    rejection: Annotated[str, "first path that rejects the question, and why; empty if none does"]
 
 
 class SubjectOfQuestions(TypedDict):
@@ -552,7 +554,7 @@ class EvidenceOfField(TypedDict):
     up_to: Annotated[
         int | None, "number of tokens up to which it was observed; null if it depends on none"
     ]
-    is_seen: Annotated[bool, "false if an attribute or a configuration alone has it"]
+    is_observed: Annotated[bool, "false if an attribute or a configuration alone has it"]
 
 
 class LayerByObservation(TypedDict):
@@ -573,7 +575,7 @@ class LayerByObservation(TypedDict):
         list[list[int]], "first and last position of each verified run of positions"
     ]
     share: Annotated[Number, "error on fresh inputs / budget"]
-    refusal: Annotated[str, "first stage that no field explains; empty if there is none"]
+    reason: Annotated[str, "first stage that no field explains; empty if there is none"]
 
 
 class LayerOfLiveModel(TypedDict):
@@ -587,8 +589,8 @@ class LayerOfLiveModel(TypedDict):
         "origin of the specification: rules, observation or both; empty if there is none",
     ]
     share: Annotated[Number, "error of its recorded outputs / budget"]
-    not_ruled: Annotated[str, "why no rules describe it; empty if rules do"]
-    refusal: Annotated[str, "why it has no specification; empty if it has one"]
+    no_rules_reason: Annotated[str, "why no rules describe it; empty if rules do"]
+    reason: Annotated[str, "why it has no specification; empty if it has one"]
     identification: Annotated[LayerByObservation, "result of observation alone"]
 
 
@@ -614,7 +616,7 @@ class TensorOfFile(TypedDict):
 class InspectedTensor(TensorOfFile, total=False):
     """A tensor of a file, which may be quantized; if it is not, it lacks this key."""
 
-    quantised: Annotated[str, "how it is quantized"]
+    quantized: Annotated[str, "how it is quantized"]
 
 
 class GroupOfLayers(TypedDict):
@@ -666,7 +668,7 @@ class Conversion(TypedDict):
     source: Annotated[str, "layout of the source"]
     layers: Annotated[list[str], "prefixes of the converted layers"]
     spec: Annotated[Record | None, "specification of the layers, if all have the same"]
-    kept: Annotated[list[str], "other tensors that were copied"]
+    copied: Annotated[list[str], "other tensors that were copied"]
     dropped: Annotated[list[str], "other tensors that were left out"]
     heads_from: Annotated[str, "file that specified the heads, if it was not the source"]
     left_out: Annotated[list[str], "entries that are not tensors"]
@@ -886,19 +888,19 @@ class Benchmark(TypedDict):
 
 
 SCHEMAS = {
-    "run": Schema(7, {"": CasesReport, "`--list`": Cases}),
+    "run": Schema(8, {"": CasesReport, "`--list`": Cases}),
     "compare": Schema(
-        7,
+        8,
         {
             "traces, or recordings with `--model`": CasesReport,
             "two recordings without `--model`": TwoRecordings,
             "two files of weights": VerifiedFiles,
         },
     ),
-    "conformance": Schema(3, {"": ConformanceReport}),
+    "conformance": Schema(4, {"": ConformanceReport}),
     "mutate": Schema(4, {"": InjectedBugs}),
     "diagnose": Schema(
-        7,
+        8,
         {
             "a function, or traces": FunctionDiagnosis,
             "two weight files": WeightsDiagnosis,
@@ -909,14 +911,14 @@ SCHEMAS = {
     ),
     "bugs": Schema(1, {"": ListOfPages, "`--all`": ListOfBugs, "NAME": Pages}),
     "plot": Schema(1, {"": PlottedAttention}),
-    "spec": Schema(2, {"FOLDER": LayersOfFolder, "`--live`": LiveLayers, "`--families`": Families}),
-    "inspect": Schema(4, {"`--layouts`, or a layout": Layouts, "": InspectedFile}),
-    "convert": Schema(3, {"": Conversion}),
+    "spec": Schema(3, {"FOLDER": LayersOfFolder, "`--live`": LiveLayers, "`--families`": Families}),
+    "inspect": Schema(5, {"`--layouts`, or a layout": Layouts, "": InspectedFile}),
+    "convert": Schema(4, {"": Conversion}),
     "write": Schema(1, {"": WrittenLayer}),
     "cache-size": Schema(1, {"": CacheSize}),
     "doctor": Schema(1, {"": Installation}),
     "selftest": Schema(4, {"": DetectedBugs}),
-    "mesh": Schema(4, {"": MeshReport}),
+    "mesh": Schema(5, {"": MeshReport}),
     "bench": Schema(1, {"": Benchmark}),
 }
 """The JSON of each command."""

@@ -33,7 +33,7 @@ from parity.port.conversion.not_compared import NotCompared
 from parity.port.models.specs import ModelLayer, layers_of_parts
 from parity.use.running.lengths import check_memory, further_cases, not_exercised
 from parity.use.running.report import Report, SkippedCase
-from parity.use.running.run import OnJudged, run_cases
+from parity.use.running.run import OnCompared, run_cases
 
 if TYPE_CHECKING:
     from parity.explain.identification.layers import LiveLayer
@@ -119,7 +119,7 @@ def run_model(
     with_gradients: bool = False,
     device: str = "cpu",
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
-    on_judged: OnJudged = lambda trace, reference, comparisons: None,
+    on_compared: OnCompared = lambda trace, reference, comparisons: None,
     layout: str | None = None,
     prefix: str | None = None,
     **keywords: Unpack[LayerKeywords],
@@ -131,7 +131,7 @@ def run_model(
 
     Args:
         path: a folder with a config.json and weights, or a file of weights.
-        backends, dtypes, with_gradients, device, on_case, on_judged: arguments of `run_cases`.
+        backends, dtypes, with_gradients, device, on_case, on_compared: arguments of `run_cases`.
         layers: numbers of the layers; default: all.
         against: `transformers`, to also compare the output of the library's own module, in float32.
             If no rules describe the model, its layers are observed, and the warnings of the report
@@ -188,13 +188,13 @@ def run_model(
                 device=device,
                 received=received,
                 on_case=on_case,
-                on_judged=on_judged,
+                on_compared=on_compared,
             )
             # The library has no cache of ours: its module runs the cases without one.
             if skeleton is not None:
                 for case in [cases[0], *_from_position_0(further)]:
                     problem = make_problem(case, "float32", weights, received.get(case.name))
-                    _judge_own_module(report_of_layer, layer, problem, skeleton)
+                    _compare_own_module(report_of_layer, layer, problem, skeleton)
             if live is not None:
                 _add_observed(report_of_layer, live, cases[0])
             reports.append(report_of_layer)
@@ -207,7 +207,7 @@ def run_model(
         for live in observed.values():
             if live.spec is None:
                 report.skipped_cases.append(
-                    SkippedCase(live.name, "float32", "transformers", live.refusal)
+                    SkippedCase(live.name, "float32", "transformers", live.reason)
                 )
     if layers is None and prefix is None:
         report.left_out.extend(_left_out(checkpoint, opened, is_observed=bool(observed)))
@@ -227,7 +227,7 @@ def with_exercised(
     """Return a report with the features that its cases exercise or not.
 
     Args:
-        report: of all cases.
+        report: report of all cases.
         cases_by_layer, further_by_layer: cases of layers, and those that `further_cases` added.
         dtypes: names of the dtypes of the run.
     """
@@ -390,7 +390,7 @@ def number_of(layer: FileLayer) -> int:
     """Return the number of a layer in its model."""
     if layer.model is not None:
         return layer.model.index
-    return layer.place[-1] if layer.place else 0
+    return layer.indices[-1] if layer.indices else 0
 
 
 def names_of(layers: Sequence[FileLayer]) -> dict[str, str]:
@@ -453,7 +453,7 @@ def _skip_own_module(report: Report, case: Case, reason: str) -> None:
     report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
 
 
-def _judge_own_module(
+def _compare_own_module(
     report: Report, layer: FileLayer, problem: Problem, skeleton: Skeleton
 ) -> None:
     """Add the comparison of the library's own module to a report, or the reason why there is

@@ -25,7 +25,7 @@ from parity.measure.core.cases import CASES, find_case
 from parity.measure.core.compare import Comparison, first_difference
 from parity.measure.core.problem import make_problem
 from parity.measure.core.stages import stage_named
-from parity.measure.core.trace import Reference, Trace, judge
+from parity.measure.core.trace import Reference, Trace, compare_trace
 from parity.measure.core.weights import Weights, weight_shapes
 from parity.measure.text import counted, printable, some_of
 from parity.port.conversion.not_compared import NotCompared
@@ -34,7 +34,7 @@ from parity.use.running.jobs import by_processes
 from parity.use.running.report import Report, SkippedCase
 from parity.use.running.traces import load_traces, save_trace
 
-OnJudged = Callable[[Trace, Reference, list[Comparison]], None]
+OnCompared = Callable[[Trace, Reference, list[Comparison]], None]
 """Called with each compared trace, its reference and its comparisons, while the arrays exist."""
 
 
@@ -51,7 +51,7 @@ def run_cases(
     jobs: int = 1,
     device: str = "cpu",
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
-    on_judged: OnJudged = lambda trace, reference, comparisons: None,
+    on_compared: OnCompared = lambda trace, reference, comparisons: None,
 ) -> Report:
     """Run cases on backends and compare every stage with the float64 reference.
 
@@ -70,7 +70,7 @@ def run_cases(
         device: device of torch, `cpu`, `cuda` or `cuda:1`; JAX uses its default device.
         on_case: called with the case, the dtype and the backend before each case runs, or before
             its comparison if another process ran it.
-        on_judged: called with each compared trace, its reference and the comparisons.
+        on_compared: called with each compared trace, its reference and the comparisons.
 
     Returns:
         The report. A backend that raises an error in a case fails that case.
@@ -96,12 +96,14 @@ def run_cases(
     about["received"] = received or {}
     plan = _plan_of(cases, backends, dtypes, are_joined=bool(join), jobs=jobs, **about)
     with on_device(device), _sources(plan, join, jobs) as (joined, attempts):
-        judged = _judge_all(_record_all(plan, joined, attempts, traces, on_case), on_judged)
+        compared_traces = _compare_all(
+            _record_all(plan, joined, attempts, traces, on_case), on_compared
+        )
     pythons = {
         source.folder.name: source.python for source in join if isinstance(source, Elsewhere)
     }
     has_own_arrays = weights is not None or bool(received)
-    report = _report_of(judged, joined, pythons, has_own_arrays=has_own_arrays)
+    report = _report_of(compared_traces, joined, pythons, has_own_arrays=has_own_arrays)
     if with_gradients:
         report.left_out.extend(_without_gradients(cases))
     where = dict(plan.where)
@@ -331,7 +333,7 @@ def _with_numerics(where: dict[str, Any], backend: str, numerics: dict[str, Any]
     return {**where, "backends": {**where["backends"], backend: settings}}
 
 
-# ---- Judged --------------------------------------------------------------------------------------
+# ---- Comparison ----------------------------------------------------------------------------------
 
 DIAGNOSED = 5
 """Number of failed cases that are diagnosed: a diagnosis takes seconds, and most failures of a run
@@ -340,7 +342,7 @@ have one cause.
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _ComparedTrace:
     """A trace without its arrays, with its comparisons and perhaps a diagnosis."""
 
     trace: Trace
@@ -354,15 +356,17 @@ class _Judged:
         return self.trace.problem.case.name, self.trace.problem.dtype, self.trace.title
 
 
-def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -> list[_Judged]:
+def _compare_all(
+    traces: Iterable[tuple[Trace, Reference]], on_compared: OnCompared
+) -> list[_ComparedTrace]:
     """Compare each trace with its reference, and diagnose the first that differ."""
-    judged: list[_Judged] = []
+    compared_traces: list[_ComparedTrace] = []
     num_diagnosed = 0
     for trace, expected in traces:
         comparisons = []
         if not trace.skipped:
-            comparisons = judge(trace, expected)
-            on_judged(trace, expected, comparisons)
+            comparisons = compare_trace(trace, expected)
+            on_compared(trace, expected, comparisons)
         diagnosis = None
         is_wrong = not all(comparison.passed for comparison in comparisons)
         if is_wrong and trace.accumulated and num_diagnosed < DIAGNOSED:
@@ -376,15 +380,17 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -
         # All traces of a run would not fit into memory: their arrays are dropped.
         problem = replace(trace.problem, weights={}, inputs={})
         without_arrays = replace(trace, problem=problem, accumulated={}, local={})
-        judged.append(_Judged(without_arrays, comparisons, diagnosis, lacks_gradients))
-    return judged
+        compared_traces.append(
+            _ComparedTrace(without_arrays, comparisons, diagnosis, lacks_gradients)
+        )
+    return compared_traces
 
 
 # ---- Report --------------------------------------------------------------------------------------
 
 
 def _report_of(
-    judged: Sequence[_Judged],
+    compared_traces: Sequence[_ComparedTrace],
     joined: Iterable[Trace],
     pythons: Mapping[str, str] | None = None,
     *,
@@ -395,7 +401,7 @@ def _report_of(
     All traces that were read count as expected, even if they are not compared.
 
     Args:
-        judged: the compared traces.
+        compared_traces: traces with their comparisons.
         joined: the traces that were read.
         pythons: the interpreters that wrote traces for this run alone, by the folder of these.
         has_own_arrays: the cases have weights or inputs that no command can pass.
@@ -406,7 +412,7 @@ def _report_of(
     diagnoses = {}
     commands = {}
     computed = []
-    for result in judged:
+    for result in compared_traces:
         trace = result.trace
         if trace.skipped:
             skipped.append(SkippedCase(*result.key, trace.skipped))
@@ -428,8 +434,8 @@ def _report_of(
         raise InputError(
             "there", "be something to compare", f"{len(skipped)} skipped cases and no other"
         )
-    missing = _missing(judged, joined)
-    warnings = [*_warnings_of_locks(judged)]
+    missing = _missing(compared_traces, joined)
+    warnings = [*_warnings_of_locks(compared_traces)]
     warnings += _warnings_of_missing(missing)
     warnings += _warnings_of_values(computed)
     return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing, commands=commands)
@@ -471,10 +477,10 @@ def _warnings_of_missing(missing: Sequence[SkippedCase]) -> Iterator[str]:
         yield f"{backend} has no trace of {some_of(cases)}"
 
 
-def _warnings_of_locks(judged: Iterable[_Judged]) -> Iterator[str]:
+def _warnings_of_locks(compared_traces: Iterable[_ComparedTrace]) -> Iterator[str]:
     """Yield warnings of backends whose traces were made under different numerics locks."""
     locks: dict[str, dict[str, Any]] = {}
-    for result in judged:
+    for result in compared_traces:
         trace = result.trace
         locks.setdefault(trace.backend, {})[trace.folder or "here"] = trace.numerics
     for backend, locks_by_folder in locks.items():
@@ -485,12 +491,14 @@ def _warnings_of_locks(judged: Iterable[_Judged]) -> Iterator[str]:
             yield f"{text}: {locks_by_folder}"
 
 
-def _missing(judged: Iterable[_Judged], joined: Iterable[Trace]) -> list[SkippedCase]:
+def _missing(
+    compared_traces: Iterable[_ComparedTrace], joined: Iterable[Trace]
+) -> list[SkippedCase]:
     """List the traces that a backend lacks though another has them."""
     cases_by_backend: dict[str, set[tuple[str, str]]] = {}
     for trace in joined:
         cases_by_backend[trace.title] = set()
-    for result in judged:
+    for result in compared_traces:
         case, dtype, title = result.key
         cases_by_backend.setdefault(title, set()).add((case, dtype))
     all_cases = set().union(*cases_by_backend.values())
@@ -529,13 +537,13 @@ def _warnings_of_values(traces: Iterable[Trace]) -> Iterator[str]:
 def compare_traces(
     folders: Iterable[str | os.PathLike[str]],
     *,
-    on_judged: OnJudged = lambda trace, reference, comparisons: None,
+    on_compared: OnCompared = lambda trace, reference, comparisons: None,
 ) -> Report:
     """Compare saved traces, from any machines and environments, with the reference computed here.
 
     Args:
         folders: folders of traces, with subfolders, or single trace files.
-        on_judged: called with each compared trace, its reference and the comparisons.
+        on_compared: called with each compared trace, its reference and the comparisons.
 
     Raises:
         OSError: if a file cannot be read.
@@ -548,8 +556,8 @@ def compare_traces(
     for trace in sorted(traces, key=lambda trace: order.get(trace.problem.case.name, len(order))):
         key = (trace.problem.case.name, trace.problem.dtype)
         traces_by_case.setdefault(key, []).append(trace)
-    judged = _judge_all(_with_references(traces_by_case.values()), on_judged)
-    report = _report_of(judged, traces)
+    compared_traces = _compare_all(_with_references(traces_by_case.values()), on_compared)
+    report = _report_of(compared_traces, traces)
     environments = {trace.folder: trace.environment for trace in traces}
     return replace(report, environment=environments)
 

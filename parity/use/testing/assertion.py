@@ -134,7 +134,7 @@ def assert_parity(
         ...
     """
     __tracebackhide__ = True
-    comparisons, diagnosis = judge(
+    comparisons, diagnosis = compare_and_diagnose(
         actual,
         expected,
         same_precision=same_precision,
@@ -151,7 +151,7 @@ def assert_parity(
         raise AssertionError(text)
 
 
-def judge(
+def compare_and_diagnose(
     actual: Any,
     expected: Any = None,
     *,
@@ -276,9 +276,9 @@ def _check_arguments(
     if arithmetic not in (None, *ARITHMETICS):
         raise InputError("arithmetic", f"be one of {list(ARITHMETICS)}", arithmetic=arithmetic)
     if expected is None and problem is None:
-        raise InputTypeError("one of expected and problem", "be given", "neither")
+        raise InputTypeError("one of expected and problem", "be passed", "neither")
     if expected is not None and problem is not None:
-        raise InputTypeError("one of expected and problem", "be given", "both")
+        raise InputTypeError("one of expected and problem", "be passed", "both")
     if problem is not None:
         if same_precision is not None or dtype is not None:
             raise InputTypeError(
@@ -326,8 +326,8 @@ def message(
     that differ.
 
     Args:
-        comparisons: of all stages.
-        diagnosis: of the difference, if there is one.
+        comparisons: comparisons of all stages.
+        diagnosis: diagnosis of the difference, if there is one.
         next_step: a way to learn more.
         verbose: include the whole diagnosis, not only its summary.
 
@@ -395,8 +395,8 @@ def _passed_as_recorded(
     """Return a comparison that passes if a convention, or a choice, explains it.
 
     Args:
-        comparison: of a stage, after undoing its convention if `is_repeated`.
-        diagnosis: of all stages.
+        comparison: comparison of a stage, after undoing its convention if `is_repeated`.
+        diagnosis: diagnosis of all stages.
         is_repeated: the stage was compared again.
     """
     stage = stage_named(comparison.stage)
@@ -597,11 +597,11 @@ def _in_order(names: Iterable[str]) -> list[str]:
         return names
     kinds = list(STAGES)
 
-    def place_in_flow(name: str) -> tuple[int, int]:
+    def position_in_flow(name: str) -> tuple[int, int]:
         stage = stage_named(name)
         step = -1 if stage.step is None else stage.step
         if stage.kind not in kinds:  # the gradient of a weight
             return step, len(kinds)
         return step, kinds.index(stage.kind)
 
-    return sorted(names, key=place_in_flow)
+    return sorted(names, key=position_in_flow)

@@ -35,11 +35,11 @@ class Operations:
     """The operations of a block.
 
     Attributes:
-        judged: number of operations that were compared with their golden functions.
+        num_compared: number of operations that were compared with their golden functions.
         not_compared: the reasons why others were not, by name.
     """
 
-    judged: int = 0
+    num_compared: int = 0
     not_compared: dict[str, str] = field(default_factory=dict)
 
 
@@ -128,7 +128,7 @@ class _OperationObserver:
             for tensor, value in zip(_listed(result), _listed(expected), strict=True):
                 self._compare(name, tensor, value, arguments)
         if name not in self.operations.not_compared:
-            self.operations.judged += 1
+            self.operations.num_compared += 1
 
     def _compare(self, name: str, tensor: Any, value: Any, arguments: tuple[Any, ...]) -> None:
         if "BFLOAT8" in str(tensor.dtype) or "BFLOAT4" in str(tensor.dtype):

@@ -64,10 +64,10 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     def assert_parity(actual: Any, expected: Any = None, *, name: str = "", **options: Any) -> None:
         __tracebackhide__ = True
-        from parity.use.testing.assertion import NEXT, judge, message
+        from parity.use.testing.assertion import NEXT, compare_and_diagnose, message
 
         title = f"{request.node.nodeid} {name}".rstrip()
-        comparisons, diagnosis = judge(actual, expected, name=title, **options)
+        comparisons, diagnosis = compare_and_diagnose(actual, expected, name=title, **options)
         if recorder is not None:
             test = _test_of(request.node, name)
             for comparison in comparisons:

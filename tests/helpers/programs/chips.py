@@ -27,7 +27,7 @@ from parity_lab.mesh import tt as tt_mesh
 from parity_lab.mesh.plan import MeshPlan
 from parity_lab.mesh.run import run_on_mesh
 
-JUDGED = {
+COMPARED = {
     "n300": {
         ((1, 2), 1): {
             "bfloat16": [
@@ -64,7 +64,7 @@ def on(mesh, axis):
         yield MeshPlan(tensor=tuple(mesh.shape)[axis])
 
 
-def judged(plan, names, dtype="float32"):
+def comparisons_of(plan, names, dtype="float32"):
     """Return the number of compared stages, those outside the undivided layer's budget, and the
     collectives.
     """
@@ -119,9 +119,9 @@ def controls(plan):
         with ExitStack() as stack:
             for where, what, wrong in bugs:
                 stack.enter_context(mock.patch.object(where, what, wrong))
-            found[title] = judged(plan, ["gqa-causal"])[1]
+            found[title] = comparisons_of(plan, ["gqa-causal"])[1]
     with mock.patch.object(local, "all_reduce", twice):
-        found["a sum too many"] = judged(plan, ["gqa-causal"])
+        found["a sum too many"] = comparisons_of(plan, ["gqa-causal"])
     return found
 
 
@@ -265,15 +265,15 @@ def carried(mesh):
 if __name__ == "__main__":
     board = sys.argv[1]
     ttnn_mock.use(board)
-    found = {"judged": {}}
-    for (shape, axis), names_of in JUDGED[board].items():
+    found = {"compared": {}}
+    for (shape, axis), names_of in COMPARED[board].items():
         with mha_tt.open_mesh(shape) as mesh, ttnn_mock.shadow():
             with on(mesh, axis) as plan:
                 of_mesh = {
-                    f"{shape} {axis} {dtype}": judged(plan, names, dtype)
+                    f"{shape} {axis} {dtype}": comparisons_of(plan, names, dtype)
                     for dtype, names in names_of.items()
                 }
-                found["judged"] |= of_mesh
+                found["compared"] |= of_mesh
                 if board == "n300":
                     found["controls"] = controls(plan)
             if axis == 1:

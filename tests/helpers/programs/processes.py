@@ -243,21 +243,21 @@ GIVEN = AttentionSpec(32, 8, num_kv_heads=4)
 NORMED = replace(GIVEN, qk_norm=Norm(over="width"))
 
 
-def given(layer, place=lambda x: x, dtype=torch.float32):
+def given(layer, distribute=lambda x: x, dtype=torch.float32):
     """Return output and gradients of a layer with more inputs than tokens, each distributed by
-    `place`.
+    `distribute`.
     """
     mask = random(BATCH, 8, SEQ_LEN, SEQ_LEN, seed=1) > 1
     inputs = {
         "x": random(BATCH, SEQ_LEN, 32, dtype=dtype),
         "bias": random(8, SEQ_LEN, SEQ_LEN, seed=2, dtype=dtype),
     }
-    leaves = {name: place(x).requires_grad_() for name, x in inputs.items()}
-    lengths = place(torch.tensor(LENGTHS))
+    leaves = {name: distribute(x).requires_grad_() for name, x in inputs.items()}
+    lengths = distribute(torch.tensor(LENGTHS))
     output = layer(
         leaves["x"],
         bias=leaves["bias"],
-        mask=place(mask),
+        mask=distribute(mask),
         key_padding_lengths=lengths,
         is_causal=True,
     )

@@ -42,9 +42,9 @@ def varied(name, spec, **fields):
     return replace(CASES[name], spec=replace(CASES[name].spec, **spec), **fields)
 
 
-JUDGED = {"automatic": [varied("relative-bias-padded", {"out_proj": False})]}
+COMPARED = {"automatic": [varied("relative-bias-padded", {"out_proj": False})]}
 # With explicit axes, each operation must declare the type of its result.
-JUDGED["explicit"] = [
+COMPARED["explicit"] = [
     CASES["latent-window"],
     varied(
         "nan-hidden-norm", {"gate": Gate(), "value_head_dim": 8}, random_mask=True, not_finite=None
@@ -69,10 +69,10 @@ def on(mesh, *axes):
 # ---- Stages of cases, compared within the budget -------------------------------------------------
 
 
-def judged(kind):
+def comparisons_of(kind):
     """Return the number of compared stages of each case in `mha-parity mesh`, and the errors."""
     plan = MeshPlan(data=2, tensor=2, axes=kind)
-    report = run_on_mesh(JUDGED[kind], ["jax"], plan, with_gradients=True)
+    report = run_on_mesh(COMPARED[kind], ["jax"], plan, with_gradients=True)
     wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
     wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
     return [Counter(each.case for each in report.comparisons), wrong]
@@ -186,14 +186,14 @@ def generated():
     lengths = [np.array([16, 3, 9, 0], np.int32), *np.ones((32, 4), np.int32)]
     drawn = mha_jax.MultiHeadAttentionWithCache(spec, rngs=nnx.Rngs(0))
 
-    def outputs(dtype, place=lambda module, cache: (module, cache), place_input=jnp.asarray):
+    def outputs(dtype, shard=lambda module, cache: (module, cache), shard_input=jnp.asarray):
         with jax.enable_x64(dtype == np.float64):
             module = nnx.clone(drawn)
             nnx.update(
                 module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param))
             )
             module.kernel = SMALL_BLOCKS
-            module, cache = place(module, module.init_cache(4, 48))
+            module, cache = shard(module, module.init_cache(4, 48))
             graph, state = nnx.split(module)
             step = jax.jit(
                 lambda state, x, cache, new: nnx.merge(graph, state)(x, cache, new_lengths=new)
@@ -202,16 +202,16 @@ def generated():
             for index, new in enumerate(lengths):
                 end = begin + (16 if index == 0 else 1)
                 output, cache = step(
-                    state, place_input(x[:, begin:end].astype(dtype)), cache, place_input(new)
+                    state, shard_input(x[:, begin:end].astype(dtype)), cache, shard_input(new)
                 )
                 found[f"step{index}"], begin = np.asarray(output), end
             return found | {"keys": np.asarray(cache.keys), "values": np.asarray(cache.values)}
 
-    def place(module, cache):
+    def shard(module, cache):
         cache = parallel.shard_cache(cache, mesh, batch="data", heads="heads")
         return parallel.shard(module, mesh, heads="heads"), cache
 
-    actual = outputs(np.float32, place, lambda x: jax.device_put(x, on(mesh, "data")))
+    actual = outputs(np.float32, shard, lambda x: jax.device_put(x, on(mesh, "data")))
     try:
         parity.assert_parity(actual, outputs(np.float64), same_precision=outputs(np.float32))
     except AssertionError as error:
@@ -252,4 +252,4 @@ def mapped():
 
 if __name__ == "__main__":
     found = {f.__name__: f() for f in (programs, generated, mapped)}
-    print(json.dumps(found | {"judged": {kind: judged(kind) for kind in KINDS}}))
+    print(json.dumps(found | {"compared": {kind: comparisons_of(kind) for kind in KINDS}}))

@@ -157,7 +157,7 @@ def attended(name):
             found = program({key: given[key] for key in arrays}, given["cotangent"])
             return {key: np.asarray(x) for key, x in found.items()}
 
-    def place(key, x):
+    def shard(key, x):
         of_heads = (
             "tensor" if key in "qc" or spec.num_kv_heads % shape.get("tensor", 1) == 0 else None
         )
@@ -168,18 +168,18 @@ def attended(name):
 
     kernel = ContextParallel("sequence", SMALL_BLOCKS) if kind == "automatic" else SMALL_BLOCKS
     with using(mesh):
-        placed, given = {key: place(key, x) for key, x in arrays.items()}, place("c", cotangent)
+        sharded, given = {key: shard(key, x) for key, x in arrays.items()}, shard("c", cotangent)
         if "mask" in fixed:
             fixed["mask"] = jax.device_put(fixed["mask"], on(mesh))
         rolled = jax.device_put(
-            jnp.roll(arrays["k"].astype(np.float32), 8, axis=2), placed["k"].sharding
+            jnp.roll(arrays["k"].astype(np.float32), 8, axis=2), sharded["k"].sharding
         )
-        program = compiled(partial(everything, kernel), placed, given)
+        program = compiled(partial(everything, kernel), sharded, given)
         found, swapped = (
-            {key: np.asarray(x) for key, x in program({**placed, "k": k}, given).items()}
-            for k in (placed["k"], rolled)
+            {key: np.asarray(x) for key, x in program({**sharded, "k": k}, given).items()}
+            for k in (sharded["k"], rolled)
         )
-        sent = sent_by(compiled(partial(forward, kernel), placed)), sent_by(program)
+        sent = sent_by(compiled(partial(forward, kernel), sharded)), sent_by(program)
     fixed.update({"mask": jnp.asarray(np.asarray(fixed["mask"]))} if "mask" in fixed else {})
     right = undivided(np.float64), undivided(np.float32)
     return [told(found, *right), *sent, told(swapped, *right)]
@@ -188,7 +188,7 @@ def attended(name):
 # ---- Layers --------------------------------------------------------------------------------------
 
 
-def judged():
+def compare_plans():
     """Return the number of passed stages in `mha-parity mesh` of cases with divided tokens, and the
     errors.
     """
@@ -219,21 +219,21 @@ def generated(kind):
     lengths = [np.array([16, 3, 9, 0], np.int32), *np.ones((32, 4), np.int32)]
     sent, drawn = [], mha_jax.MultiHeadAttentionWithCache(spec, rngs=nnx.Rngs(0))
 
-    def outputs(dtype, place=None, place_input=jnp.asarray):
+    def outputs(dtype, shard=None, shard_input=jnp.asarray):
         with jax.enable_x64(dtype == np.float64):
             module = nnx.clone(drawn)
             nnx.update(
                 module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param))
             )
             module.kernel, cache = SMALL_BLOCKS, module.init_cache(4, 64)
-            if place is not None:
-                module, cache = place(module, cache)
+            if shard is not None:
+                module, cache = shard(module, cache)
             graph, state = nnx.split(module)
             programs = {}
             found, begin = {}, 0
             for index, new in enumerate(lengths):
                 end = begin + (16 if index == 0 else 1)
-                given = (state, place_input(x[:, begin:end].astype(dtype)), cache, place_input(new))
+                given = (state, shard_input(x[:, begin:end].astype(dtype)), cache, shard_input(new))
                 if end - begin not in programs:
 
                     def call(state, x, cache, new, graph=graph):
@@ -242,17 +242,17 @@ def generated(kind):
                     programs[end - begin] = compiled(call, *given)
                 output, cache = programs[end - begin](*given)
                 found[f"step{index}"], begin = np.asarray(output), end
-            if place is not None:
+            if shard is not None:
                 sent.extend(map(sent_by, programs.values()))
             return found | {"keys": np.asarray(cache.keys), "values": np.asarray(cache.values)}
 
-    def place(module, cache):
+    def shard(module, cache):
         return parallel.shard(module, mesh, tokens="slots"), parallel.shard_cache(
             cache, mesh, batch="data", slots="slots"
         )
 
     with using(mesh):
-        actual = outputs(np.float32, place, lambda x: jax.device_put(x, on(mesh, "data")))
+        actual = outputs(np.float32, shard, lambda x: jax.device_put(x, on(mesh, "data")))
     return [told(actual, outputs(np.float64), outputs(np.float32)), *sent]
 
 
@@ -277,9 +277,9 @@ def mapped():
     mapped = jax.jit(
         jax.shard_map(own, mesh=mesh, in_specs=(*(spread,) * 3, PartitionSpec()), out_specs=spread)
     )
-    placed = [jax.device_put(x, NamedSharding(mesh, spread)) for x in (q, k, v)]
+    sharded = [jax.device_put(x, NamedSharding(mesh, spread)) for x in (q, k, v)]
     lengths = jax.device_put(lengths, on(mesh))
-    return float(jnp.abs(np.asarray(mapped(*placed, lengths)) - expected).max())
+    return float(jnp.abs(np.asarray(mapped(*sharded, lengths)) - expected).max())
 
 
 def padded(kind):
@@ -309,11 +309,11 @@ def padded(kind):
     expected = gradients(layer, x, is_real)
     with using(mesh):
         parallel.shard(layer, mesh, tokens="sequence")
-        placed = [
+        sharded = [
             jax.device_put(each, on(mesh, None, "sequence"))
             for each in (x.at[0, 19:].set(jnp.nan), is_real)
         ]
-        found = gradients(layer, *placed)
+        found = gradients(layer, *sharded)
     if not all(np.isfinite(grad).all() for grad in found):
         return math.inf
     differences = [
@@ -398,7 +398,7 @@ if __name__ == "__main__":
     }
     if not wanted:
         found |= {
-            "judged": judged(),
+            "compared": compare_plans(),
             "generated": {kind: generated(kind) for kind in KINDS},
             "mapped": mapped(),
         }

@@ -129,10 +129,10 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
     for folder in ("home", "work"):
         (tmp_path / folder).mkdir()
     names = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    kept = {name: os.environ[name] for name in names if name in os.environ}
+    variables = {name: os.environ[name] for name in names if name in os.environ}
     root = Path(mha_tt.__file__).parents[1]
     surroundings = {
-        **kept,
+        **variables,
         "HOME": str(tmp_path / "home"),
         "PYTHONPATH": str(root),
         "LOGURU_LEVEL": "WARNING",

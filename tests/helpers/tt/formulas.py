@@ -41,10 +41,10 @@ def attend(
     *,
     mask: Any = False,
     bias: Any = 0.0,
-    kept: Any = 1.0,
+    multiplier: Any = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return context and attention weights of split heads; `kept` multiplies the weights before the
-    values are summed.
+    """Return context and attention weights of split heads; `multiplier` multiplies the weights
+    before the values are summed.
     """
     groups = query.shape[1] // key.shape[1]
     query, key, value = (x.astype(np.float64) for x in (query, key, value))
@@ -55,7 +55,7 @@ def attend(
     exponentials = np.exp(scores - np.where(np.isfinite(highest), highest, 0.0))
     total = exponentials.sum(axis=3, keepdims=True)
     attn_weights = exponentials / np.where(total == 0.0, 1.0, total)
-    return kept * attn_weights @ value, attn_weights
+    return multiplier * attn_weights @ value, attn_weights
 
 
 def rotate(x: np.ndarray, positions: Any, theta: float) -> np.ndarray:

@@ -26,10 +26,10 @@ def hides(*shape):
     return numbers(*shape) > 0.5
 
 
-def merged(x, axes, num_kept):
+def merged(x, axes, num_unmerged):
     """Return the array with its batch axes merged into one, using NumPy."""
-    kept = x.shape[x.ndim - num_kept :]
-    return np.broadcast_to(x, (*axes, *kept)).reshape(math.prod(axes), *kept)
+    unmerged = x.shape[x.ndim - num_unmerged :]
+    return np.broadcast_to(x, (*axes, *unmerged)).reshape(math.prod(axes), *unmerged)
 
 
 def results(sibling, function, x, options):

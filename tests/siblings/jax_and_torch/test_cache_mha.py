@@ -129,13 +129,13 @@ def feed_ragged(sibling, module, x, steps):
     for new_lengths in steps:
         is_new = np.arange(2) < np.array(new_lengths)[:, None]
         rows, columns = np.nonzero(is_new)
-        places = rows, num_fed[rows] + columns
+        rows_and_columns = rows, num_fed[rows] + columns
         new_tokens = np.full_like(
             x[:, :2], 1e3
         )  # padding that would change the output if it were read
-        new_tokens[is_new] = x[places]
+        new_tokens[is_new] = x[rows_and_columns]
         output, cache = module(sibling.array(new_tokens), cache, new_lengths=list(new_lengths))
-        outputs[places] = sibling.numpy(output)[is_new]
+        outputs[rows_and_columns] = sibling.numpy(output)[is_new]
         num_fed += new_lengths
     return outputs, num_fed
 
@@ -660,7 +660,7 @@ def test_cropped_cache_continues_sequences(sibling, lengths, kind):
     cache, tokens = cache_and_tokens(sibling)
     expected, before = held_by(sibling, cache), contents_of(sibling, cache)
     is_for_all = isinstance(lengths, np.integer)
-    kept = [lengths] * 3 if is_for_all else lengths
+    lengths_of_sequences = [lengths] * 3 if is_for_all else lengths
     if kind == "array" and not is_for_all:
         made = cache.crop(sibling.array(lengths))
     else:
@@ -668,11 +668,14 @@ def test_cropped_cache_continues_sequences(sibling, lengths, kind):
     assert made.capacity == NUM_TOKENS
     assert sibling.numpy(made.lengths).dtype == np.int32
     first = [
-        tuple(x[:, :length] for x in held) for held, length in zip(expected, kept, strict=True)
+        tuple(x[:, :length] for x in held)
+        for held, length in zip(expected, lengths_of_sequences, strict=True)
     ]
     assert_holds(sibling, made, first)
     assert_goes_on_as_its_sequences(
-        sibling, made, [each[:length] for each, length in zip(tokens, kept, strict=True)]
+        sibling,
+        made,
+        [each[:length] for each, length in zip(tokens, lengths_of_sequences, strict=True)],
     )
     for now, then in zip(contents_of(sibling, cache), before, strict=True):
         np.testing.assert_array_equal(now, then, strict=True)

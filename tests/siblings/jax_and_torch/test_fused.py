@@ -265,7 +265,7 @@ def single_key():
     return problem(lengths=(NUM_QUERIES, 1))
 
 
-def assert_single_key_is_seen(found, arrays):
+def assert_single_key_is_visible(found, arrays):
     """Check that the context is the value, and that gradients of scores, differences of equal sums,
     are near 0.
     """
@@ -361,11 +361,11 @@ def test_spans_in_parts_match_joint_mask(sibling, name):
     span, keywords, is_causal = SPANS[name]
     arrays = problem(**{"lengths": (290, 290), **keywords})
     num_queries, num_keys = arrays["query"].shape[2], arrays["key"].shape[2]
-    places, keys = np.arange(num_queries)[:, None], np.arange(num_keys)
+    queries, keys = np.arange(num_queries)[:, None], np.arange(num_keys)
     if "window_size" in span:
-        out_of_reach = abs(places - keys) >= span["window_size"]
+        out_of_reach = abs(queries - keys) >= span["window_size"]
     else:
-        out_of_reach = places // span["chunk_size"] != keys // span["chunk_size"]
+        out_of_reach = queries // span["chunk_size"] != keys // span["chunk_size"]
     spec = parity.AttentionSpec(2 * HEAD_DIM, 2, **span)
     function = fused_attention(sibling.package)
     options = {"kernel": FusedAttention(few_scores=0)} if sibling.package is mha_jax else {}
@@ -576,7 +576,7 @@ def test_block_of_one_key_returns_its_value():
     """With one key, the context is its value exactly, and gradients of scores are 0 within
     rounding.
     """
-    assert_single_key_is_seen(in_blocks(single_key()), single_key())
+    assert_single_key_is_visible(in_blocks(single_key()), single_key())
 
 
 @sample(name=["queries-beyond-keys"])
@@ -779,12 +779,12 @@ SKIPPED = {
 @pytest.mark.parametrize("name", SKIPPED)
 def test_hidden_blocks_are_not_read(name):
     """Blocks without visible keys may be NaN: results have the bits of zeros instead."""
-    keywords, is_causal, places = SKIPPED[name]
+    keywords, is_causal, hidden_blocks = SKIPPED[name]
     arrays = problem(**keywords)
     emptied, spoilt = (
         {**arrays, **{side: arrays[side].copy() for side in ("key", "value")}} for _ in range(2)
     )
-    for batch, keys in places:
+    for batch, keys in hidden_blocks:
         for side in ("key", "value"):
             emptied[side][batch, :, keys], spoilt[side][batch, :, keys] = 0.0, np.nan
     expected, found = (in_blocks(each, is_causal) for each in (emptied, spoilt))
@@ -1139,9 +1139,12 @@ jitted = jax.jit(lambda module, x, cache, new_lengths: module(x, cache, new_leng
 
 def next_tokens(counts, num_tokens, num_new):
     """Return the tokens of each sequence after the cached ones, and their expected outputs."""
-    rows, places = np.arange(len(counts))[:, None], np.array(counts)[:, None] + np.arange(num_new)
-    expected = {role: x[rows, places] for role, x in expected_of(num_tokens).items()}
-    return tokens(num_tokens)[rows, places], expected
+    rows, positions = (
+        np.arange(len(counts))[:, None],
+        np.array(counts)[:, None] + np.arange(num_new),
+    )
+    expected = {role: x[rows, positions] for role, x in expected_of(num_tokens).items()}
+    return tokens(num_tokens)[rows, positions], expected
 
 
 @sample(jax=1)
@@ -1302,7 +1305,7 @@ def test_torch_one_key_returns_its_value():
     """With one key, the context is its value exactly, and gradients of scores are 0 within
     rounding.
     """
-    assert_single_key_is_seen(results(mha_torch, torch_fused, single_key()), single_key())
+    assert_single_key_is_visible(results(mha_torch, torch_fused, single_key()), single_key())
 
 
 @sample(where=lambda name: name in IN_MAKE_TEST)

@@ -371,16 +371,16 @@ def test_full_lengths_are_no_padding(sibling):
     find = {"jax": mha_jax.padding.find_padding, "torch": mha_torch.padding.find_padding}[
         sibling.name
     ]
-    place = () if sibling.name == "jax" else (torch.device("cpu"),)
+    device = () if sibling.name == "jax" else (torch.device("cpu"),)
     for lengths in ([5, 5], np.array([5, 5]), sibling.array([5, 5])):
         mask, is_padding = find(
-            sibling.package.masks.Mask(key_padding_lengths=lengths), 2, 5, *place
+            sibling.package.masks.Mask(key_padding_lengths=lengths), 2, 5, *device
         )
         assert is_padding is None
         assert mask.key_padding_lengths == [5, 5]  # as floats
-    _, is_padding = find(sibling.package.masks.Mask(key_padding_lengths=[5, 3]), 2, 5, *place)
+    _, is_padding = find(sibling.package.masks.Mask(key_padding_lengths=[5, 3]), 2, 5, *device)
     assert sibling.numpy(is_padding).tolist() == [[False] * 5, [False] * 3 + [True] * 2]
-    assert find(sibling.package.masks.Mask(), 2, 5, *place)[1] is None
+    assert find(sibling.package.masks.Mask(), 2, 5, *device)[1] is None
 
 
 # ---- Contained kernels ---------------------------------------------------------------------------

@@ -351,7 +351,7 @@ def test_layer_uses_given_positions(sibling, rng):
     assert np.abs(sibling.numpy(default) - sibling.numpy(given)).max() > 1e-3
 
 
-REFUSALS = {
+REJECTIONS = {
     "odd head": (np.ones((1, 1, 1, 3), np.float32), [[0]], 1e4, refuses("head_dim", head_dim=3)),
     "theta 0": (np.ones((1, 1, 1, 4), np.float32), [[0]], 0.0, refuses("theta", theta=0.0)),
     "theta negative": (
@@ -406,12 +406,12 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("name", REJECTIONS)
 def test_invalid_rotation_raises(sibling, name):
     """Invalid head widths, thetas, features and positions of `apply_rope` raise
     an error with their name.
     """
-    x, positions, theta, refusal = REFUSALS[name]
+    x, positions, theta, refusal = REJECTIONS[name]
     positions = np.array(positions)
     positions = positions.astype(
         {"i": np.int32, "f": np.float32, "b": np.bool_}[positions.dtype.kind]

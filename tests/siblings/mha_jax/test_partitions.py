@@ -23,12 +23,12 @@ def partitions(spec, size=4):
     """Return how weights are divided according to their metadata, without undivided ones."""
     layer = parallel.shard(abstract(spec), mesh_of(size), heads="heads")
     found = nnx.to_flat_state(nnx.get_partition_spec(nnx.state(layer, nnx.Param)))
-    placed = {
+    sharded = {
         path: x.get_value().sharding.spec
         for path, x in nnx.to_flat_state(nnx.state(layer, nnx.Param))
     }
     found = {path: x.get_value() for path, x in found}
-    assert found == placed
+    assert found == sharded
     return {".".join(path): tuple(partition) for path, partition in found.items() if any(partition)}
 
 
@@ -97,26 +97,30 @@ def test_latent_layer_divides_only_heads():
 def test_cache_is_divided_by_batch_and_heads():
     """Caches are divided by sequences, and by heads if the mesh divides the key heads."""
 
-    def placed(num_kv_heads, **axes):
+    def specs_of_cache(num_kv_heads, **axes):
         cache = jax.eval_shape(lambda: mha_jax.init_cache(4, num_kv_heads, 16, 8))
         cache = parallel.shard_cache(cache, mesh_of(4), **axes)
         return [tuple(x.sharding.spec) for x in (cache.keys, cache.values, cache.lengths)]
 
-    assert placed(8, batch="data", heads="heads") == [
+    assert specs_of_cache(8, batch="data", heads="heads") == [
         ("data", "heads"),
         ("data", "heads"),
         ("data",),
     ]
-    assert placed(2, batch="data", heads="heads") == [("data", None), ("data", None), ("data",)]
-    assert placed(8, heads="heads") == [(None, "heads"), (None, "heads"), (None,)]
+    assert specs_of_cache(2, batch="data", heads="heads") == [
+        ("data", None),
+        ("data", None),
+        ("data",),
+    ]
+    assert specs_of_cache(8, heads="heads") == [(None, "heads"), (None, "heads"), (None,)]
 
 
 def test_cache_can_be_divided_by_slots():
     """With `slots`, keys and values are divided by sequences and slots."""
     cache = jax.eval_shape(lambda: mha_jax.init_cache(4, 8, 16, 8))
     cache = parallel.shard_cache(cache, mesh_of(4), batch="data", slots="heads")
-    placed = [tuple(x.sharding.spec) for x in (cache.keys, cache.values, cache.lengths)]
-    assert placed == [("data", None, "heads"), ("data", None, "heads"), ("data",)]
+    sharded = [tuple(x.sharding.spec) for x in (cache.keys, cache.values, cache.lengths)]
+    assert sharded == [("data", None, "heads"), ("data", None, "heads"), ("data",)]
 
 
 def test_kernels_can_be_divided_by_features():
@@ -143,13 +147,13 @@ def test_token_axis_is_kept_if_types_omit_it():
     """The kernel keeps the mesh axis of tokens if axes are automatic, and not if array types
     contain it.
     """
-    for kind, kept in (
+    for kind, axis in (
         (jax.sharding.AxisType.Auto, "data"),
         (jax.sharding.AxisType.Explicit, None),
     ):
         mesh = jax.sharding.AbstractMesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
         layer = parallel.shard(abstract(AttentionSpec(64, 8)), mesh, heads="heads", tokens="data")
-        assert getattr(layer.kernel, "axis", None) == kept
+        assert getattr(layer.kernel, "axis", None) == axis
 
 
 def test_loading_weights_keeps_placement():

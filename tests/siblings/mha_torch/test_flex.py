@@ -212,9 +212,9 @@ def test_blocks_match_visible_keys(lengths, span):
         np.testing.assert_array_equal(whole, ~padded.any(axis=(2, 4)))
         assert not (in_part & whole).any()
         assert not (~padded.all(axis=(2, 4)) & ~(in_part | whole)).any()
-        batch, row, place = (torch.arange(count) for count in (BATCH, num_queries, num_keys))
-        seen = block_mask.mask_mod(batch[:, None, None], None, row[:, None], place)
-        np.testing.assert_array_equal(seen, ~hidden[:, 0])
+        batch, row, key = (torch.arange(count) for count in (BATCH, num_queries, num_keys))
+        visible = block_mask.mask_mod(batch[:, None, None], None, row[:, None], key)
+        np.testing.assert_array_equal(visible, ~hidden[:, 0])
 
 
 def test_blocks_out_of_reach_are_skipped():

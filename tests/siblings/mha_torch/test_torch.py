@@ -364,8 +364,8 @@ def test_inductor_compiles_sinks_and_mask():
     """
 
     def weights_of(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(scores.shape[-1])
-        return mha_torch.masked_softmax(scores, (places > places[:, None])[None, None], sinks)
+        positions = torch.arange(scores.shape[-1])
+        return mha_torch.masked_softmax(scores, (positions > positions[:, None])[None, None], sinks)
 
     torch.compiler.reset()
     inputs = tokens(2, 4, 9, 9), tokens(4)
@@ -554,8 +554,8 @@ def test_hidden_nan_reaches_no_gradient(form, hiding):
             hidden.all(dim=2).unflatten(1, (arrays[1].shape[1], -1)).all(dim=2)[..., None]
         )  # (B, K, S, 1)
         empty = hidden.all(dim=-1)[..., None]
-        places = (empty, unseen, unseen)
-        spoilt = [x.masked_fill(where, math.nan) for x, where in zip(arrays, places, strict=True)]
+        unused = (empty, unseen, unseen)
+        spoilt = [x.masked_fill(where, math.nan) for x, where in zip(arrays, unused, strict=True)]
         results = []
         for inputs in (arrays, spoilt):
             leaves = [x.clone().requires_grad_() for x in inputs]

@@ -24,7 +24,7 @@ def x(rng):
     return rng.standard_normal((2, 3, 40, 64)).astype(np.float32)
 
 
-PLACES = {
+FORMS = {
     "on the device": lambda x, device: tensor(x, device),
     "on the host": lambda x, device: tensor(x),
     "in rows": lambda x, device: tensor(x, layout=ttnn.ROW_MAJOR_LAYOUT),
@@ -36,16 +36,16 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_tensors_are_compared_anywhere(device, x, place):
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_are_compared_anywhere(device, x, form):
     """Tensors in any memory, layout or block format are compared; an error of 10% fails even though
     the PCC is 0.999.
     """
-    found = PLACES[place](x, device)
+    found = FORMS[form](x, device)
     assert parity.to_numpy(found).dtype.name == "bfloat16"
     parity.assert_parity(found, x)
     parity.assert_with_pcc(torch.from_numpy(x), found, 0.999)
-    wrong = PLACES[place](1.1 * x, device)
+    wrong = FORMS[form](1.1 * x, device)
     with pytest.raises(AssertionError, match="actual differs from expected"):
         parity.assert_parity(wrong, x)
     with pytest.raises(AssertionError, match=r"^PCC 0\.999\d+ and wrong: output: PCC"):

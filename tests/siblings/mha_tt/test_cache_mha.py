@@ -234,14 +234,14 @@ def test_ragged_batch_matches_full_passes(device, name, dtype):
         )  # would change the output if attended to
         is_new = np.arange(new_lengths.max()) < new_lengths[:, None]
         rows, columns = np.nonzero(is_new)
-        places = rows, num_fed[rows] + columns
-        new_tokens[is_new] = x[places]
+        rows_and_columns = rows, num_fed[rows] + columns
+        new_tokens[is_new] = x[rows_and_columns]
         stepped, cache = module(
             mha_tt.upload(new_tokens, device=device, dtype=dtype),
             cache,
             new_lengths=new_lengths.tolist(),
         )
-        output[places] = mha_tt.download(stepped)[is_new]
+        output[rows_and_columns] = mha_tt.download(stepped)[is_new]
         num_fed += new_lengths
     is_fed = np.arange(80) < num_fed[:, None]
     assert cache.lengths.tolist() == num_fed.tolist()

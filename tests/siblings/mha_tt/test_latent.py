@@ -218,13 +218,13 @@ def test_ragged_latents_equal_each_alone(device, steps, dtype):
         new_tokens = np.full((3, new_lengths.max(), 24), np.nan)  # in the padding
         is_new = np.arange(new_lengths.max()) < new_lengths[:, None]
         rows, columns = np.nonzero(is_new)
-        places = rows, num_fed[rows] + columns
-        new_tokens[is_new] = x[places]
+        rows_and_columns = rows, num_fed[rows] + columns
+        new_tokens[is_new] = x[rows_and_columns]
         stepped, cache = module(
             mha_tt.upload(new_tokens, device=device, dtype=dtype), cache, new_lengths=new_lengths
         )
         stepped = mha_tt.download(stepped)
-        output[places] = stepped[is_new]
+        output[rows_and_columns] = stepped[is_new]
         assert not stepped[~is_new].any()
         num_fed += new_lengths
     is_fed = np.arange(40) < num_fed[:, None]
@@ -325,16 +325,16 @@ def test_kv_b_weights_are_made_once_per_load(device, dtype):
     """Weights of heads are kept between steps, and made again after load_weights."""
     module, x = latent_layer(TWO_LATENTS, device, dtype), random_tokens(4, dtype)
     _, cache = feed(module, x[:, :2], [1, 1], module.init_cache(3, 4), dtype)
-    kept = module._kv_b()
+    weights_of_heads = module._kv_b()
     _, cache = feed(module, x[:, 2:3], [1], cache, dtype)
-    assert module._kv_b() is kept
+    assert module._kv_b() is weights_of_heads
     others = {**rounded_weights(TWO_LATENTS, dtype)}
     others["kv_b_proj.weight"] = others["kv_b_proj.weight"][::-1]
     module.load_weights(others)
     output, _ = feed(module, x, [1] * 4, module.init_cache(3, 4), dtype)
     expected, _ = layer(TWO_LATENTS, others, x, mask=mha_tt.create_causal_mask(4))
     assert_close(output, expected, dtype)
-    assert module._kv_b() is not kept
+    assert module._kv_b() is not weights_of_heads
 
 
 @pytest.mark.board

@@ -175,12 +175,12 @@ def test_padding_equals_masked_value(device, host_tensors):
 def test_masked_value_survives_any_dtype():
     """In one block, 0 and the masked value remain 0 and about -1e9 in all three dtypes."""
     pairs = np.array([[0.0, MASKED]], np.float32)
-    kept = [
+    converted = [
         ttnn.Tensor(pairs, dtype, None, ttnn.TILE_LAYOUT).to_torch().float().tolist()[0]
         for dtype in (ttnn.bfloat16, ttnn.bfloat8_b, ttnn.float32)
     ]
-    assert [zero for zero, _ in kept] == [0.0] * 3
-    assert max(masked for _, masked in kept) <= 0.99 * MASKED
+    assert [zero for zero, _ in converted] == [0.0] * 3
+    assert max(masked for _, masked in converted) <= 0.99 * MASKED
 
 
 @pytest.mark.parametrize("form", ["hidden", "keep"])

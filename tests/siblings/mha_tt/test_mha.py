@@ -477,16 +477,16 @@ BIASES = {
 }
 
 
-# The place of a bias, a mask next to it and its dtype are combined; its shape is combined only with
-# a mask.
+# The memory of a bias, a mask next to it and its dtype are combined; its shape is combined only
+# with a mask.
 @sample(12)
 @both_dtypes
 @both_forms
 @pytest.mark.parametrize(
     ("axes", "on", "masked"),
     [
-        (axes, ("host", "device")[(place + masked) % 2], masked)
-        for place, axes in enumerate(BIASES)
+        (axes, ("host", "device")[(number + masked) % 2], masked)
+        for number, axes in enumerate(BIASES)
         for masked in (0, 1)
     ],
 )
@@ -692,7 +692,7 @@ def test_given_dropout_matches_formula(device, rng, shape, path, dtype):
     output, attn_weights = attended(
         path, spec, device, dtype, inputs, weights=weights, mask=MASK, **options
     )
-    expected, expected_weights = layer(spec, weights, **inputs, mask=MASK, kept=keep / 0.75)
+    expected, expected_weights = layer(spec, weights, **inputs, mask=MASK, multiplier=keep / 0.75)
     assert_close(output, expected, dtype)
     if attn_weights is not None:
         assert_close(attn_weights, expected_weights, dtype)

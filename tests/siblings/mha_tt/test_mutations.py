@@ -118,7 +118,7 @@ def one(
 def at(
     case: str, stage: str, holder: Any, name: str, broken: Override, dtype: str = "bfloat16"
 ) -> Mutation:
-    """Return a mutation of a function in one place."""
+    """Return a mutation of a function in one module."""
     return Mutation(case, stage, broken, ((holder, name),), dtype)
 
 

@@ -63,7 +63,7 @@ def test_correct_program_passes(layer):
     """
     with parity.assert_operations() as operations:
         layer()
-    assert operations.judged > 60
+    assert operations.num_compared > 60
     assert not operations.not_compared
 
 
@@ -81,12 +81,12 @@ def test_first_wrong_operation_is_located(monkeypatch, layer, name, change):
     line.
     """
     broken(monkeypatch, name, change)
-    place = rf"operation \d+, {re.escape(name)} of \(.*\), .*mha_tt.*\.py:\d+:"
-    with pytest.raises(AssertionError, match=place), parity.assert_operations():
+    location = rf"operation \d+, {re.escape(name)} of \(.*\), .*mha_tt.*\.py:\d+:"
+    with pytest.raises(AssertionError, match=location), parity.assert_operations():
         layer()
 
 
-def test_reported_place_is_line_of_program(monkeypatch, device):
+def test_reported_location_is_line_of_program(monkeypatch, device):
     """The reported line number is the line of the program that calls the operation."""
     broken(monkeypatch, "ttnn.softmax", lambda x: x + 0.1)
     x = mha_tt.upload(np.ones((1, 1, 32, 32)), device=device)
@@ -110,7 +110,7 @@ def test_operations_after_wrong_one_pass(monkeypatch, device):
     wrong = ttnn.add(x, x)
     with parity.assert_operations() as operations:
         ttnn.softmax(wrong, dim=-1)
-    assert operations.judged == 1
+    assert operations.num_compared == 1
 
 
 def test_unchecked_operations_are_reported(monkeypatch, device):
@@ -123,12 +123,12 @@ def test_unchecked_operations_are_reported(monkeypatch, device):
     assert operations.not_compared == {
         "ttnn.typecast": "blocks that share an exponent have no budget"
     }
-    assert operations.judged == 0
+    assert operations.num_compared == 0
     monkeypatch.setattr("parity.use.testing.operations._golden", lambda operation: None)
     with parity.assert_operations() as operations:
         ttnn.add(x, x)
     assert "it has no golden function" in operations.not_compared["ttnn.add"]
-    assert operations.judged == 0
+    assert operations.num_compared == 0
 
 
 def test_fast_mode_is_restored(device):

@@ -12,7 +12,7 @@ import sys
 import pytest
 from filelock import FileLock
 from helpers import PYTHONPATH, ROOT
-from helpers.programs.chips import JUDGED
+from helpers.programs.chips import COMPARED
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.costly("a process has one board for good"),
 ]
 
-every_board = pytest.mark.parametrize("board", JUDGED)
+every_board = pytest.mark.parametrize("board", COMPARED)
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +35,14 @@ def found(tmp_path_factory):
         with FileLock(folder / f"{board}.lock"):
             if not path.exists():
                 program = [sys.executable, "-m", "helpers.programs.chips", board]
-                kept = {
+                variables = {
                     name: value
                     for name, value in os.environ.items()
                     if not name.startswith("TT_METAL")
                 }
-                kept["PYTHONPATH"] = PYTHONPATH
+                variables["PYTHONPATH"] = PYTHONPATH
                 result = subprocess.run(
-                    program, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=600
+                    program, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=600
                 )
                 assert result.returncode == 0, result.stderr
                 path.write_text(result.stdout)
@@ -55,9 +55,9 @@ def found(tmp_path_factory):
 @every_board
 def test_divided_heads_match_undivided_layer(found, board):
     """All stages of layers with divided heads are within the budget of the undivided layer."""
-    judged = found(board)["judged"]
-    assert len(judged) == sum(map(len, JUDGED[board].values()))
-    for stages, failed, _ in judged.values():
+    compared = found(board)["compared"]
+    assert len(compared) == sum(map(len, COMPARED[board].values()))
+    for stages, failed, _ in compared.values():
         assert stages
         assert failed == {}
 
@@ -66,7 +66,7 @@ def test_divided_heads_match_undivided_layer(found, board):
 @every_board
 def test_chips_send_exactly_one_sum(found, board):
     """Each program sends one all-reduce, and none without an output projection."""
-    sent = [each for _, _, of_cases in found(board)["judged"].values() for each in of_cases]
+    sent = [each for _, _, of_cases in found(board)["compared"].values() for each in of_cases]
     assert {program for _, program, *_ in sent} > {"fused.forward", "step"}
     assert all(counted == ideal for *_, counted, ideal in sent)
     assert all(

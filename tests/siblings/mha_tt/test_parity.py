@@ -40,9 +40,9 @@ def params():
     if not IS_MOCK:
         return [pytest.param(case, dtype, id=f"{case.name}-{dtype}") for case, dtype in RUN]
     rows = []
-    for place, (case, dtype) in enumerate(RUN):
+    for index, (case, dtype) in enumerate(RUN):
         name = f"{case.name}-{dtype}"
-        is_on_recorded_board = (place // 2 + place) % 2 == 1
+        is_on_recorded_board = (index // 2 + index) % 2 == 1
         if is_on_recorded_board != (MOCK_BOARD == RECORDED_BOARD):
             continue
         if name in RECORDED and is_on_recorded_board:

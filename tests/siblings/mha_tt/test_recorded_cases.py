@@ -14,7 +14,7 @@ from parity.measure.backends import tt
 from parity.measure.backends.record import record
 from parity.measure.core.cases import CASES
 from parity.measure.core.problem import make_problem
-from parity.measure.core.trace import Reference, judge
+from parity.measure.core.trace import Reference, compare_trace
 from parity.use.running.run import run_cases
 
 pytestmark = [
@@ -38,7 +38,9 @@ def test_recording_is_current_and_accurate(path):
         f"tools/record-tt --cases {name} again: {trace.numerics['not_as_recorded']}"
     )
     assert trace.arithmetic == "tensix"
-    assert not [str(comparison) for comparison in judge(trace, reference) if not comparison.passed]
+    assert not [
+        str(comparison) for comparison in compare_trace(trace, reference) if not comparison.passed
+    ]
 
 
 def test_run_reports_source_of_its_values():

@@ -240,7 +240,7 @@ def test_layer_adapts_rotations_to_length(device, rng):
 
 # ---- Errors --------------------------------------------------------------------------------------
 
-REFUSALS = {
+REJECTIONS = {
     "odd head": ((1, 1, 1, 3), [[0]], 1e4, refuses("head_dim", head_dim=3)),
     "theta 0": ((1, 1, 1, 4), [[0]], 0.0, refuses("theta", theta=0.0)),
     "theta negative": ((1, 1, 1, 4), [[0]], -1.0, refuses("theta", theta=-1.0)),
@@ -275,10 +275,10 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("name", REJECTIONS)
 def test_invalid_rotation_arguments_raise(device, name):
     """Odd heads, bad values of theta and positions of a wrong shape or dtype raise an error."""
-    shape, positions, theta, refusal = REFUSALS[name]
+    shape, positions, theta, refusal = REJECTIONS[name]
     with refusal:
         rotated(device, np.ones(shape, np.float32), positions, theta)
 

@@ -46,9 +46,17 @@ def test_mesh_run_reports_stages_and_traffic(tmp_path):
     reduce for each program.
     """
     path = tmp_path / "report.json"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")}
-    kept |= {"MHA_TT_MOCK": "n300", "PYTHONPATH": str(ROOT)}
-    options = {"env": kept, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300}
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")
+    }
+    variables |= {"MHA_TT_MOCK": "n300", "PYTHONPATH": str(ROOT)}
+    options = {
+        "env": variables,
+        "cwd": tmp_path,
+        "capture_output": True,
+        "text": True,
+        "timeout": 300,
+    }
     program = [sys.executable, "-c", RUNS, "--json", str(path)]
     done = subprocess.run(program, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -221,9 +221,9 @@ def test_step_memory_does_not_grow(device):
 @pytest.mark.parametrize(
     ("name", "fast"), [*((name, False) for name in LAYERS), ("few heads", True), ("packed", True)]
 )
-def test_counted_places_equal_uploaded_ones(device, name, fast):
-    """Places counted on the device give bit-identical steps to uploaded ones, close to the prompt
-    kernel's.
+def test_counted_positions_equal_uploaded_ones(device, name, fast):
+    """Positions counted on the device give bit-identical steps to uploaded ones, close to the
+    prompt kernel's.
     """
     module, x = made(device, LAYERS[name], fast=fast)
     cache = begun(module, x)
@@ -237,7 +237,7 @@ def test_counted_places_equal_uploaded_ones(device, name, fast):
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_unsupported_step_uploads_places(device, uploads, name):
+def test_unsupported_step_uploads_positions(device, uploads, name):
     """Layers whose steps need the host have no positions on the device and upload in every step."""
     module, x = made(device, OTHERWISE[name])
     _, cache = steps(module, x, begun(module, x))
@@ -281,7 +281,7 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_places_follow_changes_of_cache(device, name):
+def test_positions_follow_cache(device, name):
     """A step after a change of the cache equals one whose positions are uploaded."""
     module, x = made(device, LAYERS["few heads"])
     found, after = steps(module, x, begun(module, x), lambda cache: BETWEEN[name](module, cache))
@@ -304,7 +304,7 @@ def test_cache_in_other_layer_uses_its_table(device):
     assert not np.array_equal(found, mha_tt.download(module(token, copied)[0]))
 
 
-def test_functions_count_places_like_modules(device, uploads):
+def test_functions_count_positions_like_modules(device, uploads):
     """A second step of the function uploads nothing and equals the module's step."""
     spec = LAYERS["few heads"]
     module, x = made(device, spec)
@@ -379,7 +379,7 @@ def test_steps_use_overridden_projection(device):
     assert not np.allclose(found, steps(module, x, begun(module, x))[0], atol=0.1)
 
 
-def test_places_that_stand_still_are_wrong(device, monkeypatch):
+def test_positions_that_stand_still_are_wrong(device, monkeypatch):
     """Control: if the device does not advance its positions, outputs differ."""
     module, x = made(device, LAYERS["few heads"])
     expected, _ = steps(module, x, begun(module, x))

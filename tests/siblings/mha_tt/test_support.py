@@ -23,14 +23,16 @@ print(json.dumps([support.support("tt"), support.recorded("tt")]))
 @pytest.mark.costly("the page's tool runs on a mock board of its own")
 def test_recorded_layer_support_is_current():
     """To update the record, run `.venv-tt/bin/python tools/docs-site/support.py tt`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")}
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")
+    }
     program = [
         sys.executable,
         "-c",
         PROGRAM,
         str(TOOLS),
     ]  # a separate process, because it opens a different board
-    result = subprocess.run(program, env=kept, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     found, recorded = json.loads(result.stdout)
     assert found == recorded

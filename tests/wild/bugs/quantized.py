@@ -28,55 +28,55 @@ KINDS = (("", "cache-fp8", "float32"), ("-heads", "cache-fp8-heads", "float32"))
 for suffix, case, dtype in KINDS:
     of = {"case": case, "dtype": dtype}
     m(f"scales-not-loaded{suffix}", "cache", (FIXED, f"torch.ones_like({FIXED})"),
-      "The scales of the checkpoint are not loaded, and are 1.", FIRST, law="scales 1", **of)
+      "The scales of the checkpoint are not loaded, and are 1.", FIRST, pattern="scales 1", **of)
     m(f"scales-exchanged{suffix}", "cache", (KEYS, KEYS.replace("q.key", "q.value")),
-      "Keys have the scales of values.", FIRST, law="scales of values", **of)
+      "Keys have the scales of values.", FIRST, pattern="scales of values", **of)
     m(f"read-twice{suffix}", "cache", (READ, READ.replace("numbers *", "numbers * torch.cat(self.scales, 2) *")),
-      "The kernel applies the scales that were applied before it.", FIRST, law="scales squared", **of)
+      "The kernel applies the scales that were applied before it.", FIRST, pattern="scales squared", **of)
     m(f"read-unscaled{suffix}", "cache", (READ, "x = numbers"), "What is read is not multiplied by its scales.", FIRST,
-      law="scales missing", **of)
+      pattern="scales missing", **of)
     m(f"not-rounded{suffix}", "cache", (NUMBERS, "(x - zero) / scale"), "Nothing is rounded.", FIRST,
-      law="not rounded", **of)
+      pattern="not rounded", **of)
     m(f"other-layer{suffix}", "cache", (FIXED, f"{FIXED} * 1.7"), "The scales are those of another layer.", FIRST,
-      law="scales times 1.7", **of)
+      pattern="scales times 1.7", **of)
     m(f"read-as-keys{suffix}", "cache", (BOTH, f"value_store.scales = [*key_store.scales]\n    {BOTH}"),
-      "Values are read with the scales of keys.", "step0.cache.values", law="scales of keys", **of)
+      "Values are read with the scales of keys.", "step0.cache.values", pattern="scales of keys", **of)
     m(f"e5m2{suffix}", "cache", (FLOAT8, "torch.float8_e5m2"), "The cache has the other float8.", FIRST,
-      law="rounded to e5m2", **of)
+      pattern="rounded to e5m2", **of)
 m("first-head", "cache", (FIXED, "torch.tensor(scales[:1]).view(1, -1, 1, 1)"),
-  "All heads have the scales of the first.", FIRST, case="cache-fp8-heads", law="scales of head 0", limited={"K": (1,)})
+  "All heads have the scales of the first.", FIRST, case="cache-fp8-heads", pattern="scales of head 0", limited={"K": (1,)})
 
 for suffix, case, dtype in (("", "cache-int8-token", "float32"), ("-bf16", "cache-int8-token", "bfloat16")):
     of = {"case": case, "dtype": dtype}
     m(f"stored-unscaled{suffix}", "cache", (NUMBERS, "self.narrow(x)"), "Keys and values are stored without their scales.",
-      FIRST, law="stored undivided", **of)
+      FIRST, pattern="stored undivided", **of)
     m(f"scales-unwritten{suffix}", "cache", (SCALES, "self.scales.append(torch.zeros_like(x))"),
-      "The memory of the scales is never written.", FIRST, law="scales 0", **of)
+      "The memory of the scales is never written.", FIRST, pattern="scales 0", **of)
 m("token-without-head", "cache", (TOKEN_HEAD, '"token_head": (1, 3)'), "All heads of a token share a scale.", FIRST,
-  case="cache-int8-token", law="a scale per token")
+  case="cache-int8-token", pattern="a scale per token")
 m("truncated", "cache", (ROUND, ROUND.replace("round", "trunc")), "Values are cut off.", FIRST,
-  case="cache-int8-token", law="toward zero")
+  case="cache-int8-token", pattern="toward zero")
 m("scales-of-each-call", "cache", (KEPT, "if False:"), "Each call computes new scales.", "step1.cache.keys",
-  case="cache-int8-head", law="scales of the call")
+  case="cache-int8-head", pattern="scales of the call")
 m("head-as-channel", "cache", (HEAD, '"head": (0, 2)'), "Each feature of a head has a scale.", FIRST,
-  case="cache-int8-head", law="a scale per channel")
+  case="cache-int8-head", pattern="a scale per channel")
 m("head-as-tensor", "cache", (HEAD, '"head": (0, 1, 2, 3)'), "All heads share a scale.", FIRST, case="cache-int8-head",
-  law="a scale per tensor")
+  pattern="a scale per tensor")
 m("after-rope", "cache", (ORDER, "before_rope = False"), "Keys are rotated before they are stored.", FIRST,
-  case="cache-before-rope", law="rounded after RoPE")
+  case="cache-before-rope", pattern="rounded after RoPE")
 m("not-rotated", "cache", (TURN, "    if False:\n        keys ="), "What is read is not rotated.", FIRST,
-  case="cache-before-rope", law="not rotated")
+  case="cache-before-rope", pattern="not rotated")
 
 for suffix, case in (("", "cache-int8-zero"), ("-kivi", "cache-kivi")):
     m(f"zero-lost{suffix}", "cache", (READ, "x = numbers * torch.cat(self.scales, 2)"), "The zero points are not added.",
-      FIRST, case=case, law="zero points missing")
+      FIRST, case=case, pattern="zero points missing")
     m(f"zero-sign{suffix}", "cache", (READ, READ.replace("+", "-")), "The zero points are subtracted.", FIRST, case=case,
-      law="zero points negative")
+      pattern="zero points negative")
     m(f"zero-not-stored{suffix}", "cache", (NUMBERS, "self.narrow(x / scale)"),
-      "The zero points are not subtracted from what is stored.", FIRST, case=case, law="stored unshifted")
+      "The zero points are not subtracted from what is stored.", FIRST, case=case, pattern="stored unshifted")
     m(f"zero-scale-lost{suffix}", "cache", (READ, READ.replace("numbers * torch.cat(self.scales, 2)", "numbers")),
-      "The stored values are not multiplied by their scales.", FIRST, case=case, law="scales missing")
+      "The stored values are not multiplied by their scales.", FIRST, case=case, pattern="scales missing")
 m("zero-unscaled", "cache", (READ, READ.replace("torch.cat(self.zeros, 2)", "(torch.cat(self.zeros, 2) / torch.cat(self.scales, 2)).round()")),
-  "The zero points are subtracted after the scale.", FIRST, case="cache-int8-zero", law="zero points unscaled")
+  "The zero points are subtracted after the scale.", FIRST, case="cache-int8-zero", pattern="zero points unscaled")
 m("kivi-groups", "cache", (KEYS, KEYS.replace("keys", "values", 1)), "Keys have a scale for each token, as values have.",
-  FIRST, case="cache-kivi", law="groups of values")
+  FIRST, case="cache-kivi", pattern="groups of values")

@@ -26,74 +26,74 @@ LAYERS = (("", "serve", "float32"), ("-window", "serve-window", "bfloat16"))
 for suffix, case, dtype in LAYERS:
     of = {"case": case, "dtype": dtype}
     m(f"mask-from-0{suffix}", "cache", (QUERIES, "queries = torch.arange(t).expand(b, t)"),
-      "The mask of a step begins at the first slot.", "step1.mask", law="query offset 0", **of)
+      "The mask of a step begins at the first slot.", "step1.mask", pattern="query offset 0", **of)
     m(f"mask-of-longest{suffix}", "cache", (QUERIES, ALL.format("max").replace("positions", "queries")),
-      "All sequences have the mask of the longest one.", "step1.mask", law="mask of the longest",
+      "All sequences have the mask of the longest one.", "step1.mask", pattern="mask of the longest",
       limited={"B": (0, 2)}, **of)
     m(f"slot-of-longest{suffix}", "cache", (WHERE, "        where = self.lengths.max().expand(len(k))\n"),
-      "The whole batch has one slot to write into.", "step1.cache.keys", law="slots of the longest",
+      "The whole batch has one slot to write into.", "step1.cache.keys", pattern="slots of the longest",
       limited={"B": (0, 2)}, **of)
     m(f"slot-of-first{suffix}", "cache", (WHERE, "        where = self.lengths[:1].expand(len(k))\n"),
-      "All sequences write where the first does.", "step1.cache.keys", law="slots of the first",
+      "All sequences write where the first does.", "step1.cache.keys", pattern="slots of the first",
       limited={"B": (1, 2)}, **of)
     m(f"positions-of-longest{suffix}", "rope", (POSITIONS, ALL.format("max")),
-      "All sequences have the positions of the longest one.", "step1.q", law="positions of the longest",
+      "All sequences have the positions of the longest one.", "step1.q", pattern="positions of the longest",
       limited={"B": (0, 2)}, **of)
     m(f"positions-of-shortest{suffix}", "rope", (POSITIONS, ALL.format("min")),
-      "All sequences have the positions of the shortest one.", "step1.q", law="positions of the shortest",
+      "All sequences have the positions of the shortest one.", "step1.q", pattern="positions of the shortest",
       limited={"B": (0, 1)}, **of)
     m(f"length-with-padding{suffix}", "cache", (LENGTHS, "cache.lengths = cache.lengths + t"),
-      "Padding counts as cached.", "step0.cache.lengths", law="lengths of the chunk", limited={"B": (0, 2)}, **of)
+      "Padding counts as cached.", "step0.cache.lengths", pattern="lengths of the chunk", limited={"B": (0, 2)}, **of)
     m(f"padding-visible{suffix}", "cache", (STEP, PADDED),
       "Steps are cached after the padding of the prompt, and attend to it.", "step1.mask",
-      law="padding visible in steps", limited={"B": (0, 2)}, **of)
+      pattern="padding visible in steps", limited={"B": (0, 2)}, **of)
     m(f"slot-late{suffix}", "cache", (WHERE, "        where = self.lengths + (t == 1)\n"),
-      "Tokens of steps are written one slot late.", "step1.cache.keys", law="slots + 1", **of)
+      "Tokens of steps are written one slot late.", "step1.cache.keys", pattern="slots + 1", **of)
     m(f"slot-early{suffix}", "cache", (WHERE, "        where = self.lengths - int(t == 1)\n"),
-      "Tokens of steps are written one slot early.", "step1.cache.keys", law="slots - 1", **of)
+      "Tokens of steps are written one slot early.", "step1.cache.keys", pattern="slots - 1", **of)
     m(f"write-after-attending{suffix}", "cache", (WRITE, f"{READ}    cache.write(k, v)\n"),
-      "Tokens are written after their call attended.", "step0.cache.keys", law="writes one call late", **of)
+      "Tokens are written after their call attended.", "step0.cache.keys", pattern="writes one call late", **of)
     m(f"write-lost-once{suffix}", "cache",
       (WRITE, f"    if cache.lengths[0] != 4:\n        cache.write(k, v)\n{READ}"),
-      "The first step does not write its tokens.", "step1.cache.keys", law="slots of one step stay stale", **of)
+      "The first step does not write its tokens.", "step1.cache.keys", pattern="slots of one step stay stale", **of)
     m(f"length-twice{suffix}", "cache", (LENGTHS, f"{LENGTHS} * (2 if t == 1 else 1)"),
-      "Steps raise the length by two.", "step1.cache.lengths", law="lengths of steps twice", **of)
+      "Steps raise the length by two.", "step1.cache.lengths", pattern="lengths of steps twice", **of)
     m(f"rows-reordered{suffix}", "cache",
       (WRITE, "    if cache.lengths[0] == 5:\n        cache.keys, cache.values = cache.keys[[1, 2, 0]], "
               f"cache.values[[1, 2, 0]]\n{WRITE}"),
       "The cache is reordered as after a step of beam search, and the sequences are not.", "step2.cache.keys",
-      law="sequences 1 2 0", **of)
+      pattern="sequences 1 2 0", **of)
     m(f"blocks-exchanged{suffix}", "cache",
       (READ, f"{READ}    if t == 1:\n        order = torch.arange(keys.shape[2])\n        order[:4] = order[[2, 3, 0, 1]]\n"
              "        keys[1], values[1] = keys[1][:, order], values[1][:, order]\n"),
       "The block table of sequence 1 has its first two blocks of two tokens exchanged.", "step1.cache.keys",
-      law="blocks 1 0", limited={"B": (1,)}, in_output=bool(suffix), **of)
+      pattern="blocks 1 0", limited={"B": (1,)}, in_output=bool(suffix), **of)
     m(f"block-of-another{suffix}", "cache",
       (READ, f"{READ}    if t == 1:\n        keys[:2, :, :2], values[:2, :, :2] = keys[[1, 0], :, :2], values[[1, 0], :, :2]\n"),
-      "Two sequences have the first block of each other.", "step1.cache.keys", law="block 0 of sequences 1 0",
+      "Two sequences have the first block of each other.", "step1.cache.keys", pattern="block 0 of sequences 1 0",
       limited={"B": (0, 1)}, in_output=True, **of)
     m(f"block-stale{suffix}", "cache",
       (READ, f"{READ}    if t == 1:\n        keys[:, :, 2:4], values[:, :, 2:4] = 0, 0\n"),
-      "The second block of two tokens is empty.", "step1.cache.keys", law="slots 2 and 3 stay 0",
+      "The second block of two tokens is empty.", "step1.cache.keys", pattern="slots 2 and 3 stay 0",
       limited={"S": (2, 3)}, **of)
     m(f"block-shared{suffix}", "cache",
       (READ, f"{READ}    if t == 1:\n        keys[2, :, :2], values[2, :, :2] = keys[1, :, :2], values[1, :, :2]\n"),
       "Sequence 2 has the first block of sequence 1, as after a wrong hit in the cache of prefixes.", "step1.cache.keys",
-      law="block 0 of sequence 1", limited={"B": (2,), "S": (0, 1)}, in_output=not suffix, **of)
+      pattern="block 0 of sequence 1", limited={"B": (2,), "S": (0, 1)}, in_output=not suffix, **of)
     m(f"block-of-another-request{suffix}", "cache",
       (READ, f"{READ}    if t == 1:\n        seed = torch.Generator().manual_seed(1)\n"
              "        keys[1, :, 2:4] = torch.randn(keys[1, :, 2:4].shape, generator=seed).to(x.dtype)\n"
              "        values[1, :, 2:4] = torch.randn(keys[1, :, 2:4].shape, generator=seed).to(x.dtype)\n"),
       "The second block of sequence 1 is that of a request outside of the batch.", "step1.cache.keys",
-      law="", limited={"B": (1,), "S": (2, 3)}, **of)
+      pattern="", limited={"B": (1,), "S": (2, 3)}, **of)
     m(f"cache-of-another-layer{suffix}", "cache",
       (READ, f"{READ}    if t == 1:\n        seed = torch.Generator().manual_seed(2)\n"
              "        earlier = (torch.arange(keys.shape[2]) < cache.lengths[:, None])[:, None, :, None]\n"
              "        keys = torch.where(earlier, torch.randn(keys.shape, generator=seed).to(x.dtype), keys)\n"
              "        values = torch.where(earlier, torch.randn(keys.shape, generator=seed).to(x.dtype), values)\n"),
-      "Steps read the cache of another layer, and add their own token.", "step1.cache.keys", law="", **of)
+      "Steps read the cache of another layer, and add their own token.", "step1.cache.keys", pattern="", **of)
 for suffix, case, dtype in (("", "serve-chunks", "float32"), ("-window", "serve-chunks-window", "bfloat16")):
     m(f"chunks-top-left{suffix}", "mask",
       (HIDDEN, "hidden = is_hidden(queries if t == 1 else torch.arange(t).expand(b, t), "),
-      "Calls of several tokens have a causal mask of their own tokens alone.", "step1.mask", law="query offset 0",
+      "Calls of several tokens have a causal mask of their own tokens alone.", "step1.mask", pattern="query offset 0",
       case=case, dtype=dtype)

@@ -22,7 +22,7 @@ class Writer:
         says: str,
         stage: str,
         *,
-        law: str = "",
+        pattern: str = "",
         limited: Mapping[str, tuple[int, ...]] | None = None,
         in_output: bool | None = None,
         case: str = "",
@@ -32,5 +32,5 @@ class Writer:
         """One bug: see `Bug`; its id begins with its style."""
         if in_output is None:
             in_output = self.in_output
-        given = (self.style, case or self.case, kind, edit, says, stage, limited or {}, law, in_output, dtype)
+        given = (self.style, case or self.case, kind, edit, says, stage, limited or {}, pattern, in_output, dtype)
         self.made.append(Bug(f"{self.style}-{name}", *given, recording or self.recording))

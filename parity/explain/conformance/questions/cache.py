@@ -73,7 +73,7 @@ def _overflowed(decode: Decode, x: np.ndarray) -> PathAnswer:
     try:
         output = _outputs(decode, x, capacity, False)
     except Exception as error:  # other libraries may raise anything
-        return PathAnswer("overflow rejected", Kind.KEPT, f"overflow: {error}", error)
+        return PathAnswer("overflow rejected", Kind.OK, f"overflow: {error}", error)
     last = numbers(output[0, -1])
     evidence = f"{TOKENS} tokens into {capacity} slots: no error, the last output is {last}"
     return PathAnswer("overflow silent", Kind.BROKEN, evidence)

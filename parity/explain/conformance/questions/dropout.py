@@ -76,6 +76,6 @@ def _hidden_dropout(exam: Examination, question: Question) -> Answer:
     answer = exam.answer(question, ask, exam.paths_of_base_dtype)
     if answer.kind is Kind.BROKEN:
         return answer
-    if any(finding.kind is Kind.KEPT for finding in answer.findings.values()):
-        return Answer(question.name, Kind.KEPT, "train only", findings=answer.findings)
+    if any(finding.kind is Kind.OK for finding in answer.findings.values()):
+        return Answer(question.name, Kind.OK, "train only", findings=answer.findings)
     return Answer(question.name, Kind.ABSENT, "—", findings=answer.findings)

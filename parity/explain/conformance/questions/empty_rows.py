@@ -41,7 +41,7 @@ def empty_row(exam: Examination, question: Question) -> Answer:
             return PathAnswer("NaN", Kind.BROKEN, evidence)
         if not _depends_on_inputs(exam, path, row):
             if exam.subject.is_layer or not row.any():
-                return PathAnswer("zeros", Kind.KEPT, evidence)
+                return PathAnswer("zeros", Kind.OK, evidence)
             return PathAnswer("a constant", Kind.NOTE, evidence)
         if _is_mean_of_values(exam, path, inputs, row):
             return PathAnswer("mean(V)", Kind.NOTE, evidence)

@@ -97,9 +97,9 @@ def weights(exam: Examination, question: Question) -> Answer:
     subject = exam.subject
     if "need_weights" not in subject.takes:
         return question.not_offered
-    if exam.weights_refusal is not None:
+    if exam.weights_rejection is not None:
         path = replace(exam.base, need_weights=True)
-        return merge(subject, question, {path: of_error(exam.weights_refusal)})
+        return merge(subject, question, {path: of_error(exam.weights_rejection)})
     inputs = _inputs_with_values(exam)
     hidden = None
     if exam.takes_mask:
@@ -204,7 +204,7 @@ def _unexplained(
 GROUP = NUM_HEADS // NUM_KV_HEADS
 
 HEAD_ORDERS = {
-    "repeat": (np.arange(NUM_HEADS) // GROUP, Kind.KEPT),
+    "repeat": (np.arange(NUM_HEADS) // GROUP, Kind.OK),
     "tile": (np.arange(NUM_HEADS) % NUM_KV_HEADS, Kind.NOTE),
 }
 """Known key/value heads of each query head, each with the kind of that answer."""
@@ -232,9 +232,9 @@ def grouped(exam: Examination, question: Question) -> Answer:
     about = f"{NUM_HEADS} query heads, {NUM_KV_HEADS} key/value heads"
     answer = exam.answer(question, ask, exam.plain_paths, about)
     if answer.kind is Kind.REJECTED and subject.num_kv_heads is not None:
-        refusal = answer.findings[exam.base]
+        rejection = answer.findings[exam.base]
         words = f"declared: {subject.num_kv_heads}, rejected"
-        finding = PathAnswer(words, Kind.BROKEN, refusal.with_reason, refusal.exception)
+        finding = PathAnswer(words, Kind.BROKEN, rejection.with_reason, rejection.exception)
         return exam.only(question, finding, about)
     return answer
 

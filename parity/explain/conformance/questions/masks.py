@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question, asks
-from parity.explain.conformance.calls import Refused, run
+from parity.explain.conformance.calls import RejectedCall, run
 from parity.explain.conformance.examination import (
     FUTURE_KEYS,
     Examination,
@@ -144,7 +144,7 @@ def _floats(exam: Examination) -> PathAnswer:
     ):
         try:
             output = run(exam.subject, exam.base, inputs, mask=float_mask).output
-        except Refused:
+        except RejectedCall:
             return PathAnswer("floats rejected")
         if np.abs(output - expected).max() <= tolerance(expected, exam.base.dtype):
             return finding
@@ -184,7 +184,7 @@ def causal(exam: Examination, question: Question) -> Answer:
     if "is_causal" not in subject.takes:
         return question.not_offered
     if "key" not in subject.takes:
-        return Answer(question.name, Kind.KEPT, "T = S only")
+        return Answer(question.name, Kind.OK, "T = S only")
     inputs = exam.inputs(TOKENS, FEW_TOKENS)
 
     def ask(path: Path) -> PathAnswer:
@@ -204,7 +204,7 @@ def causal(exam: Examination, question: Question) -> Answer:
             return PathAnswer("neither triangle", Kind.BROKEN, evidence)
         if subject.causal is not None and subject.causal != alignment:
             return PathAnswer(f"{alignment}, declared: {subject.causal}", Kind.BROKEN, evidence)
-        return PathAnswer(alignment, Kind.KEPT, evidence)
+        return PathAnswer(alignment, Kind.OK, evidence)
 
     about = f"{describe_shapes(inputs)}, is_causal=True"
     answer = exam.answer(question, ask, exam.plain_paths, about)
@@ -275,7 +275,7 @@ def future_token(exam: Examination, question: Question) -> Answer:
     last = TOKENS - 1
 
     def ask(path: Path) -> PathAnswer:
-        refusals = []
+        rejections = []
         for way, options in ways.items():
             about = f"token {last} is changed, with {way}"
             try:
@@ -283,13 +283,13 @@ def future_token(exam: Examination, question: Question) -> Answer:
                 if leak is not None:
                     return leak
                 output = exam.run(path, inputs, **options).output
-            except Refused as refused:
-                refusals.append(refused)
+            except RejectedCall as rejected:
+                rejections.append(rejected)
                 continue
             if np.isnan(output[..., :-1, :]).any():
                 return PathAnswer("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
-        if len(refusals) == len(ways):
-            raise refusals[0]
+        if len(rejections) == len(ways):
+            raise rejections[0]
         return PathAnswer("hidden")
 
     return exam.answer(question, ask)

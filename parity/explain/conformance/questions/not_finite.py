@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parity.explain.conformance.answers import Answer, Kind, PathAnswer, Question, asks
-from parity.explain.conformance.calls import Failed, Refused
+from parity.explain.conformance.calls import Failed, RejectedCall
 from parity.explain.conformance.examination import Examination, change, mapped, numbers
 from parity.explain.conformance.subjects import BATCH, TOKENS, Path, by_letters
 
@@ -123,7 +123,7 @@ def _ways(exam: Examination, num_tokens: int) -> list[Way]:
     ways = [Way("no mask", {}, everything)]
     try:
         takes_mask = exam.takes_mask
-    except (Refused, Failed):  # reported by the questions about masks
+    except (RejectedCall, Failed):  # reported by the questions about masks
         takes_mask = False
     if takes_mask:
         ways.append(Way("mask", {"hidden": ~(causal & all_but_last)}, causal & all_but_last))
@@ -204,10 +204,10 @@ def _spreads(exam: Examination, path: Path, num_tokens: int) -> list[tuple[Way, 
     """Return how far non-finite values spread, for each way to hide keys that is not rejected.
 
     Raises:
-        Refused: if every way is rejected.
+        RejectedCall: if every way is rejected.
     """
     spreads: list[tuple[Way, Spread]] = []
-    refusals: list[Refused] = []
+    rejections: list[RejectedCall] = []
     for way in _ways(exam, num_tokens):
         for poisons in _poisons(exam, num_tokens):
             key = ("spread", path, way.name, num_tokens, poisons[0].letters)
@@ -215,10 +215,10 @@ def _spreads(exam: Examination, path: Path, num_tokens: int) -> list[tuple[Way, 
                 if key not in exam.shared:
                     exam.shared[key] = _spread(exam, path, way, poisons)
                 spreads.append((way, exam.shared[key]))
-            except Refused as refused:
-                refusals.append(refused)
+            except RejectedCall as rejected:
+                rejections.append(rejected)
     if not spreads:
-        raise refusals[0]
+        raise rejections[0]
     return spreads
 
 

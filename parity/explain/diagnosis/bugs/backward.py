@@ -14,8 +14,8 @@ import numpy as np
 from mha_spec import Norm
 from parity.explain.diagnosis.bugs.families import (
     BACKWARD,
+    DROPOUT_MASK,
     GROUP_SUMS,
-    KEPT_DROPOUT,
     LOSS_FACTOR,
     PRECISION,
     STOPPED,
@@ -58,7 +58,7 @@ def _bug(
     shown_by: dict[str, None] = {}
     for stage in stages:
         shown_by |= dict.fromkeys((stage, *SHOWN_BY.get(stage, ())))
-    bug = family.seen_in(*shown_by)(name, about, {}, is_loss=is_loss)
+    bug = family.shown_in(*shown_by)(name, about, {}, is_loss=is_loss)
     return replace(bug, backward=backward)
 
 
@@ -102,16 +102,16 @@ def stopped(case: Case) -> Iterator[Edit]:
     yield _stopped("kv-input", words, ["k_input", "v_input"], "grad.query")
 
 
-def _stopped_stage(place: str, words: str, *names: str) -> Iterator[Edit]:
+def _stopped_stage(site: str, words: str, *names: str) -> Iterator[Edit]:
     """Yield stages whose recorded gradient is 0, or right and not passed on."""
     stages = [f"grad.{name}" for name in names]
-    yield _stopped(place, words, names, *stages)
-    yield _stopped(place, words, [f"before {name}" for name in names], *stages)
+    yield _stopped(site, words, names, *stages)
+    yield _stopped(site, words, [f"before {name}" for name in names], *stages)
 
 
-def _stopped(place: str, words: str, names: Collection[str], *stages: str) -> Edit:
+def _stopped(site: str, words: str, names: Collection[str], *stages: str) -> Edit:
     about = f"no gradient flows through {words}"
-    return _bug(STOPPED, f"grad-stopped-at-{place}", about, _passing(names, _zero), *stages)
+    return _bug(STOPPED, f"grad-stopped-at-{site}", about, _passing(names, _zero), *stages)
 
 
 def stopped_norms(case: Case) -> Iterator[Edit]:
@@ -194,10 +194,10 @@ def without_gradient(case: Case) -> Iterator[Edit]:
         yield _without("relative-bias", "the table of the relative bias", "relative_bias")
 
 
-def _without(place: str, words: str, *names: str) -> Edit:
+def _without(site: str, words: str, *names: str) -> Edit:
     return _bug(
         STOPPED,
-        f"grad-missing-of-{place}",
+        f"grad-missing-of-{site}",
         f"{words} gets no gradient",
         _passing(names, _zero),
         *[f"grad.{name}" for name in names],
@@ -290,8 +290,8 @@ def _of_heads(names: str, heads: np.ndarray) -> Override:
 
 def _only_heads(heads: np.ndarray) -> Change:
     def change(backward: Backward, d_x: np.ndarray) -> np.ndarray:
-        kept = np.tile(heads, backward.layer.problem.spec.num_kv_heads)
-        return d_x * kept[:, None, None].astype(d_x.dtype)
+        is_counted = np.tile(heads, backward.layer.problem.spec.num_kv_heads)
+        return d_x * is_counted[:, None, None].astype(d_x.dtype)
 
     return change
 
@@ -562,8 +562,8 @@ def _rotated(first: np.ndarray, later: np.ndarray, count: int, *, is_causal: boo
     """Return the gradients of all blocks of keys: what each rank's steps add to them.
 
     Args:
-        first: of the first step, by the block of the rank.
-        later: of a later step.
+        first: gradients of the first step, by the block of the rank.
+        later: gradients of a later step.
         count: number of ranks.
         is_causal: whether only later ranks add to a block.
     """
@@ -596,15 +596,15 @@ def of_dropout(factors: np.ndarray) -> Iterator[Edit]:
     Args:
         factors: 0 for a dropped weight, 1 / (1 - p) for others, (B, N, T, S).
     """
-    kept = (factors > 0.0).astype(factors.dtype)
+    is_kept = (factors > 0.0).astype(factors.dtype)
     bugs = {
         "grad-dropout-unscaled": (
             "the backward pass does not divide by 1 - p",
-            _kernel_with({"dropped": _times(kept)}),
+            _kernel_with({"dropped": _times(is_kept)}),
         ),
         "grad-dropout-ignored": (
             "the backward pass has no dropout",
-            _kernel_with({"dropped": _times(np.ones_like(kept))}),
+            _kernel_with({"dropped": _times(np.ones_like(is_kept))}),
         ),
         "grad-dropout-of-softmax": (
             "the backward pass of the softmax has the weights after dropout instead of before",
@@ -612,13 +612,13 @@ def of_dropout(factors: np.ndarray) -> Iterator[Edit]:
         ),
     }
     for name, (about, overrides) in bugs.items():
-        yield _bug(KEPT_DROPOUT, name, about, overrides, "grad.v", "grad.scores")
+        yield _bug(DROPOUT_MASK, name, about, overrides, "grad.v", "grad.scores")
     for use, words in (("attn_weights", "attention weights"), ("v", "values")):
         yield _bug(
-            KEPT_DROPOUT,
+            DROPOUT_MASK,
             "grad-dropout-unscaled",
             f"the gradients of the {words} are not divided by 1 - p",
-            _kernel_with({"dropped": _times(kept, use)}),
+            _kernel_with({"dropped": _times(is_kept, use)}),
             f"grad.{use}",
         )
 
@@ -629,12 +629,12 @@ def redrawn(factors: np.ndarray) -> Iterator[Edit]:
     Its row means come from the output of the forward pass, or from a second forward pass.
 
     Args:
-        factors: of the backward pass: 0 for a dropped weight, 1 / (1 - p) for others.
+        factors: factors of the backward pass: 0 for a dropped weight, 1 / (1 - p) for others.
     """
     again = {"dropped": _times(factors)}
     for overrides in (_kernel_with(again), again):
         yield _bug(
-            KEPT_DROPOUT,
+            DROPOUT_MASK,
             "grad-dropout-redrawn",
             "the backward pass draws dropout again: it drops other weights than the forward pass",
             overrides,

@@ -21,10 +21,10 @@ def batches(case: Case) -> Iterator[Edit]:
     """Compute the context of the wrong tokens; weights of the expected shape are right."""
     if case.is_cached or case.not_finite or case.bias or case.has_own_mask or _has_distances(case):
         return
-    bug = SEQUENCES.seen_in("context", "module.output")
+    bug = SEQUENCES.shown_in("context", "module.output")
     is_square = case.key_len == case.seq_len
-    has_places = case.spec.rope is not None
-    if is_square and _padding_fits_exchanged(case) and not has_places and case.seq_len > 1:
+    has_positions = case.spec.rope is not None
+    if is_square and _padding_fits_exchanged(case) and not has_positions and case.seq_len > 1:
         yield bug(
             "batch-as-tokens",
             "batch and tokens are exchanged: each token attends to the tokens at its position in "
@@ -32,7 +32,7 @@ def batches(case: Case) -> Iterator[Edit]:
             {"context": partial(_attended, EXCHANGED)},
         )
         if case.batch == case.seq_len:
-            yield SEQUENCES.seen_in("attn_weights")(
+            yield SEQUENCES.shown_in("attn_weights")(
                 "batch-as-tokens",
                 "batch and tokens are exchanged, also in the attention weights",
                 {"attn_weights": _weights_exchanged, "context": _context_exchanged},
@@ -149,19 +149,19 @@ def _in_sequences(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def _mask_of_row(layer: Layer) -> np.ndarray:
     """Return the mask of joined sequences, (1 or B * T, B * S)."""
     case = layer.problem.case
-    places = np.arange(case.batch * case.key_len)
-    hidden = np.zeros((1, len(places)), bool)
+    keys = np.arange(case.batch * case.key_len)
+    hidden = np.zeros((1, len(keys)), bool)
     if case.key_padding_lengths is not None:
         lengths = np.repeat(case.key_padding_lengths, case.key_len)
-        hidden = layer.is_padding(places % case.key_len, lengths)[None]
+        hidden = layer.is_padding(keys % case.key_len, lengths)[None]
     if not case.is_causal:
         return hidden
-    queries = places
+    queries = keys
     sample = sample_of(layer.problem)
     if sample is not None:
         first_tokens = np.arange(case.batch)[:, None] * case.seq_len
         queries = (first_tokens + sample.rows).ravel()
-    return hidden | layer.is_later(queries[:, None], places)
+    return hidden | layer.is_later(queries[:, None], keys)
 
 
 JOINED = _WrongAxes(_in_a_row, _in_sequences, _mask_of_row)

@@ -193,7 +193,7 @@ def blocks(case: Case) -> Iterator[Edit]:
     """Yield the bugs of a kernel with blocks of `NAMED_SIZE` keys."""
     if case.is_cached or case.not_finite or case.spec.sinks or _visible_keys(case) <= NAMED_SIZE:
         return
-    bug = BLOCKS.seen_in("context", "module.output")
+    bug = BLOCKS.shown_in("context", "module.output")
     for name, block_bug in (
         ("sum-not-rescaled", OF_KEYS[0]),
         ("values-not-rescaled", OF_KEYS[1]),

@@ -29,7 +29,7 @@ def lengths(case: Case) -> Iterator[Edit]:
     if not case.is_cached or len(case.chunks) < 2:
         return
     for name, words, by in (("low", "few", -1), ("high", "many", 1)):
-        yield CACHE_LENGTHS.seen_in("cache.lengths", "mask", "q", "k")(
+        yield CACHE_LENGTHS.shown_in("cache.lengths", "mask", "q", "k")(
             f"cache-length-{name}",
             f"the first call counts one token too {words}, and the mask, positions and slots of "
             f"later calls follow from that number",
@@ -68,7 +68,7 @@ def caches(case: Case) -> Iterator[Edit]:
     if not case.is_cached:
         return
     spec = case.spec
-    cached = CACHE_SLOTS.seen_in("cache.latents", "cache.keys")
+    cached = CACHE_SLOTS.shown_in("cache.latents", "cache.keys")
     first = "keys"
     if spec.latent is not None:
         first = "latents"

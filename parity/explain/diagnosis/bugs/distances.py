@@ -32,15 +32,15 @@ from parity.measure.core.reference import Layer
 from parity.measure.core.stages import Values
 
 
-def _scores_without_places(
-    _: Layer, original: Override, values: Values, *places: np.ndarray
+def _scores_without_positions(
+    _: Layer, original: Override, values: Values, *positions: np.ndarray
 ) -> dict[str, np.ndarray]:
     return original(values)
 
 
 RESTARTED = (
     "the distance is counted from the first key in each call with a cache",
-    {"scores": _scores_without_places},
+    {"scores": _scores_without_positions},
 )
 """The description and overrides of a bug that all of them can have."""
 
@@ -58,7 +58,7 @@ def alibi(case: Case) -> Iterator[Edit]:
     spec, right = case.spec, case.spec.alibi
     if right is None:
         return
-    bug = ALIBI.seen_in("scores")
+    bug = ALIBI.shown_in("scores")
     factors = {
         "missing": (0.0, "nothing is subtracted from scores for the distance of their keys"),
         "added": (-1.0, "the distance of a key is added to its score instead of subtracted"),
@@ -93,7 +93,7 @@ def _other_slopes(spec: AttentionSpec, right: Alibi) -> Iterator[Edit]:
         slopes = 2.0 ** (-right.max_bias * share)
         if right.scaled:
             slopes = slopes * spec.score_scale
-        yield ALIBI.seen_in("scores")(f"alibi-slopes-{name}", about, {"slopes": always(slopes)})
+        yield ALIBI.shown_in("scores")(f"alibi-slopes-{name}", about, {"slopes": always(slopes)})
 
 
 # ---- Relative bias -------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def relative_bias(case: Case) -> Iterator[Edit]:
     right, num_heads = spec.relative_bias, spec.num_heads
     if right is None:
         return
-    bug = RELATIVE_BIAS.seen_in("scores")
+    bug = RELATIVE_BIAS.shown_in("scores")
     yield bug(
         "relative-bias-ignored",
         "no bias for the distance of keys is added to the scores",
@@ -145,7 +145,7 @@ def _scaled(factor: float, x: np.ndarray) -> np.ndarray:
 
 
 def _of_distances(spec: AttentionSpec, right: RelativeBias) -> Iterator[Edit]:
-    bug = RELATIVE_BIAS.seen_in("scores")
+    bug = RELATIVE_BIAS.shown_in("scores")
     if right.bidirectional and right.max_distance > right.num_buckets // 2:
         about = "later keys share the query's own bucket, as in a decoder"
         one_directional = replace(right, bidirectional=False)
@@ -177,7 +177,7 @@ def _one_less(distance: np.ndarray) -> tuple[np.ndarray]:
 
 
 def _of_grid(right: GridBias) -> Iterator[Edit]:
-    bug = RELATIVE_BIAS.seen_in("scores")
+    bug = RELATIVE_BIAS.shown_in("scores")
     about = "differences of rows and columns are counted as key - query instead of query - key"
     yield bug("grid-bias-flipped", about, {"bucket_on": before(_query_and_key_exchanged)})
     if right.height > 1 and right.width > 1:
@@ -191,23 +191,23 @@ def _of_grid(right: GridBias) -> Iterator[Edit]:
         yield bug("grid-bias-class-token", about, {"bucket_on": after(exchanged)})
 
 
-Places = tuple[GridBias, np.ndarray, np.ndarray]
+GridPositions = tuple[GridBias, np.ndarray, np.ndarray]
 """A grid, and the positions of queries and keys among its tokens."""
 
 
-def _query_and_key_exchanged(grid: GridBias, query: np.ndarray, key: np.ndarray) -> Places:
+def _query_and_key_exchanged(grid: GridBias, query: np.ndarray, key: np.ndarray) -> GridPositions:
     return grid, key, query
 
 
-def _counted_by_columns(grid: GridBias, query: np.ndarray, key: np.ndarray) -> Places:
+def _counted_by_columns(grid: GridBias, query: np.ndarray, key: np.ndarray) -> GridPositions:
     return grid, _by_columns(grid, query), _by_columns(grid, key)
 
 
-def _by_columns(grid: GridBias, place: np.ndarray) -> np.ndarray:
+def _by_columns(grid: GridBias, position: np.ndarray) -> np.ndarray:
     """Return the positions, row by row, of tokens that are counted column by column."""
     first = int(grid.class_token)
-    column, row = np.divmod(place - first, grid.height)
-    return np.where(place < first, place, row * grid.width + column + first)
+    column, row = np.divmod(position - first, grid.height)
+    return np.where(position < first, position, row * grid.width + column + first)
 
 
 def _buckets_exchanged(one: int, other: int, buckets: np.ndarray) -> np.ndarray:
@@ -224,7 +224,7 @@ def relative_products(case: Case) -> Iterator[Edit]:
     family = RELATIVE_PRODUCTS
     if isinstance(right, SinusoidProducts):
         family = SINUSOID_PRODUCTS
-    bug = family.seen_in("scores")
+    bug = family.shown_in("scores")
     about = "scores gain no products with vectors of distances"
     yield bug("relative-products-ignored", about, {"relative_products": after(_all_zero)})
     if spec.score_scale != 1.0:
@@ -260,9 +260,9 @@ def _products_with_tables(right: RelativeProducts, bug: Callable[..., Edit]) -> 
             "queries have the vectors of keys, and keys the vectors of queries",
             {"distance_vectors": named_as(exchanged)},
         )
-        for place, name in enumerate(("queries", "keys")):
+        for index, name in enumerate(("queries", "keys")):
             about = f"products of {name} with vectors of distances are the only ones"
-            alone = {"relative_products": after(partial(_alone, place))}
+            alone = {"relative_products": after(partial(_alone, index))}
             yield bug(f"relative-products-of-{name}-alone", about, alone)
 
 
@@ -301,8 +301,8 @@ def _all_zero(products: list[np.ndarray]) -> list[np.ndarray]:
     return [0.0 * x for x in products]
 
 
-def _alone(place: int, products: list[np.ndarray]) -> list[np.ndarray]:
-    return products[place : place + 1]
+def _alone(index: int, products: list[np.ndarray]) -> list[np.ndarray]:
+    return products[index : index + 1]
 
 
 class _Linear(RelativeBias):

@@ -32,7 +32,7 @@ class BugFamily:
         scaling = "none" if spec.rope is None or spec.rope.scaling is None else spec.rope.scaling
         return self.fix.format(spec=spec, root=math.sqrt(spec.head_dim), scaling=scaling)
 
-    def seen_in(self, *stages: str) -> partial[Edit]:
+    def shown_in(self, *stages: str) -> partial[Edit]:
         """Return a `Edit` of this family that lacks its name, description and overrides."""
         return partial(known_bug, fix=self.fix, page=self.page, stages=stages)
 
@@ -247,7 +247,7 @@ BACKWARD = BugFamily(
     "compare the kernel's backward pass with automatic differentiation of the formula: the same "
     "mask, scale, blocks and sums as in the forward pass",
 )
-KEPT_DROPOUT = BugFamily(
+DROPOUT_MASK = BugFamily(
     "backward-kernel",
     "apply the forward pass's own dropout in the backward pass: keep its mask or seed, and "
     "multiply by mask / (1 - p) where the forward pass does",

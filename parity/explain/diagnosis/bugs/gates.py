@@ -16,7 +16,7 @@ def gates(case: Case) -> Iterator[Edit]:
     spec = case.spec
     if spec.gate is None:
         return
-    bug = GATE.seen_in("output")
+    bug = GATE.shown_in("output")
     yield bug("gate-missing", "the context is not gated", {"openness": after(np.ones_like)})
     yield bug(
         "gate-without-sigmoid",

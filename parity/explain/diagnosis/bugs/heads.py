@@ -19,7 +19,7 @@ from parity.measure.core.stages import Values
 def shared(case: Case) -> Iterator[Edit]:
     num_heads, num_kv_heads = case.spec.num_heads, case.spec.num_kv_heads
     if 1 < num_kv_heads < num_heads:
-        yield GROUPED.seen_in("scores")(
+        yield GROUPED.shown_in("scores")(
             "kv-heads-tiled",
             "key/value heads are tiled (0 1 0 1) instead of repeated (0 0 1 1)",
             {"per_query_head": instead(partial(_tiled, num_heads))},
@@ -34,7 +34,7 @@ def _tiled(num_heads: int, x: np.ndarray) -> np.ndarray:
 def split_or_combined(case: Case) -> Iterator[Edit]:
     if case.spec.num_heads == 1:
         return
-    split, combined = HEAD_ORDER.seen_in("q", "k"), HEAD_ORDER.seen_in("output")
+    split, combined = HEAD_ORDER.shown_in("q", "k"), HEAD_ORDER.shown_in("output")
     yield split(
         "heads-innermost",
         "the width is split into (H, N) instead of (N, H)",
@@ -129,8 +129,8 @@ def permuted_heads(expected: Values, observed: Values) -> list[Edit]:
         if num_heads < 3:  # with two heads the other order is a known bug
             continue
         order = _nearest_heads(expected[stage], observed[stage])
-        in_place = np.arange(num_heads)
-        known_orders = [in_place, *(wrong.order(num_heads) for wrong in HEAD_ORDERS)]
+        original_order = np.arange(num_heads)
+        known_orders = [original_order, *(wrong.order(num_heads) for wrong in HEAD_ORDERS)]
         is_known = any(np.array_equal(order, known) for known in known_orders)
         if len(set(order)) == num_heads and not is_known:
             bugs.append(permuted(name, order))
@@ -157,7 +157,7 @@ def _reordered(name: str, word: str, about: str, order: np.ndarray) -> Edit:
     stages = (name,)
     if name == "q":
         stages = ("q", "k")
-    return HEAD_ORDER.seen_in(*stages)(
+    return HEAD_ORDER.shown_in(*stages)(
         f"{name}-heads-{word}",
         f"{name}'s heads are {about}",
         projected(partial(_in_order, name, order)),

@@ -32,7 +32,7 @@ def latents(case: Case) -> Iterator[Edit]:
 
 
 def _norm_missing(name: str, words: str, stage: str) -> Edit:
-    return LATENTS.seen_in(stage)(
+    return LATENTS.shown_in(stage)(
         f"latent-{name}-norm-missing",
         f"{words} is not normalized",
         {"normed": for_names((f"{name}_a",), features_unchanged)},
@@ -45,7 +45,7 @@ def _other_factors(spec: AttentionSpec, latent: Latent) -> Iterator[Edit]:
     for of, words, stage in (("q", "queries", "q"), ("kv", "keys and values", "latents")):
         name = f"{of}_factor"
         factor = getattr(latent, name)
-        bug = LATENTS.seen_in(stage)
+        bug = LATENTS.shown_in(stage)
         fix = f"multiply the latent of {words} by {factor:.6g} after its norm, once"
         if factor != 1.0:
             yield bug(
@@ -63,7 +63,7 @@ def _other_factors(spec: AttentionSpec, latent: Latent) -> Iterator[Edit]:
             )
     if latent.q_rank is not None and latent.q_factor != latent.kv_factor:
         exchanged = replace(latent, q_factor=latent.kv_factor, kv_factor=latent.q_factor)
-        yield LATENTS.seen_in("q", "latents")(
+        yield LATENTS.shown_in("q", "latents")(
             "latent-factors-swapped",
             "the factors of the two latents, of queries and of keys and values, are exchanged",
             of_spec(spec, latent=exchanged),
@@ -86,7 +86,7 @@ def _columns_read_otherwise(
         key_rows = np.arange(num_heads * own_features).reshape(num_heads, -1)
         value_rows = key_rows.size + np.arange(num_heads * value_dim).reshape(num_heads, -1)
         order = np.concatenate([key_rows, value_rows], axis=1).ravel()
-        yield LATENTS.seen_in("k", "v")(
+        yield LATENTS.shown_in("k", "v")(
             "latent-kv-in-halves",
             "kv_b_proj is read as all keys, then all values, instead of head by head",
             _read("kv_b_proj", order),
@@ -95,19 +95,19 @@ def _columns_read_otherwise(
                 "its value"
             ),
         )
-    yield LATENTS.seen_in("k", "v")(
+    yield LATENTS.shown_in("k", "v")(
         "latent-values-first",
         "in each head of kv_b_proj, the value is read before the key",
         _read("kv_b_proj", _rolled(num_heads, own_features + value_dim, -value_dim)),
         fix="use the first features of each head of kv_b_proj as its key",
     )
-    yield LATENTS.seen_in("latents")(
+    yield LATENTS.shown_in("latents")(
         "latent-shared-first",
         "the features that all heads share are read before the latent",
         _read("kv_a_proj", _rolled(1, latent.width, -shared)),
         fix="use the first kv_rank features of the output of kv_a_proj as the latent",
     )
-    yield LATENTS.seen_in("q")(
+    yield LATENTS.shown_in("q")(
         "latent-rope-first",
         "in each head of the queries, the rotated features are read first",
         _read(q_projection, _rolled(num_heads, spec.head_dim, -shared)),
@@ -170,7 +170,7 @@ def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Ite
         if np.isclose(divisor, known).any():
             continue
         known.append(divisor)
-        yield LATENTS.seen_in("scores")(
+        yield LATENTS.shown_in("scores")(
             f"latent-{name}",
             f"the scale of the scores {words}",
             of_spec(spec, scale=1.0 / divisor),

@@ -98,7 +98,7 @@ def own(case: Case) -> Iterator[Edit]:
             fix="let True hide in both masks before they are combined",
             page="mask-polarity",
         )
-    shown = SHOWN_PADDING.seen_in("mask")
+    shown = SHOWN_PADDING.shown_in("mask")
     words = "keys that the mask hides from every query, as padding, are visible to"
     yield shown("own-mask-padding-visible", f"{words} every query", {"own_mask": _showing_padding})
     if not (case.is_cached or case.is_causal):  # a causal mask hides them already
@@ -139,7 +139,7 @@ def _making(change: Callable[[np.ndarray], np.ndarray]) -> Overrides:
 
 
 def causal(case: Case) -> Iterator[Edit]:
-    bug = CAUSAL.seen_in("mask")
+    bug = CAUSAL.shown_in("mask")
     is_causal = case.is_causal or case.is_cached or case.window_size is not None
     if is_causal:
         yield bug(
@@ -246,7 +246,7 @@ def padding(case: Case) -> Iterator[Edit]:
     lengths, key_len = case.key_padding_lengths, case.key_len
     if lengths is None:
         return
-    bug = PADDING.seen_in("mask")
+    bug = PADDING.shown_in("mask")
     # A causal mask hides right padding from every real token: to show it changes nothing.
     may_show = not (case.is_causal and case.seq_len_k is None and min(lengths) > 0)
     has_other_mask = (
@@ -323,7 +323,7 @@ def padding(case: Case) -> Iterator[Edit]:
 def window(case: Case) -> Iterator[Edit]:
     if case.window_size is not None:
         yield from _windows(WINDOW.fix, "is_before_window")
-        yield WINDOW.seen_in("mask")(
+        yield WINDOW.shown_in("mask")(
             "window-ignored",
             "the window is ignored: only later keys are hidden",
             {"is_before_window": instead(_of_no_pair)},
@@ -375,4 +375,6 @@ def reach(case: Case) -> Iterator[Edit]:
             lambda t, s, _: (t - 1) // size != (s - 1) // size,
         ),
     ):
-        yield CHUNK.seen_in("mask")(f"chunk-{name}", about, {"is_in_another_chunk": instead(hides)})
+        yield CHUNK.shown_in("mask")(
+            f"chunk-{name}", about, {"is_in_another_chunk": instead(hides)}
+        )

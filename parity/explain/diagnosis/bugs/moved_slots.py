@@ -151,7 +151,7 @@ MOST_LISTED = 4
 
 
 def _words(sources: np.ndarray, num_slots: int) -> str:
-    """Return the exchanges in words, those of neighboring slots together."""
+    """Return the exchanges in words, and join exchanges of neighboring slots."""
     runs: list[list[tuple[int, int]]] = []
     for slot in np.flatnonzero(sources > np.arange(len(sources))):
         pair = (int(slot), int(sources[slot]))

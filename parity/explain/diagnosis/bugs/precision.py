@@ -108,10 +108,10 @@ that the largest errors above and below are equal.
 
 def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
     """Compute like fast vector units: 2^n (1 + f) for 2^(n + f), up to 6% off."""
-    kept = original(values)["attn_weights"]
-    if not kept.shape[-1]:
-        return {"attn_weights": kept}
-    weights = kept.astype(np.promote_types(kept.dtype, np.float32))
+    attn_weights = original(values)["attn_weights"]
+    if not attn_weights.shape[-1]:
+        return {"attn_weights": attn_weights}
+    weights = attn_weights.astype(np.promote_types(attn_weights.dtype, np.float32))
     highest = np.amax(weights, axis=-1, keepdims=True)
     share = np.where(weights > 0.0, weights, 1.0) / np.where(highest > 0.0, highest, 1.0)
     exponent = np.log2(share) - LINE
@@ -119,7 +119,9 @@ def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndar
     lines = np.where(weights > 0.0, np.exp2(whole) * (1.0 + exponent - whole), 0.0)
     total = np.sum(lines, axis=-1, keepdims=True)
     scaled = lines * np.sum(weights, axis=-1, keepdims=True) / np.where(total > 0.0, total, 1.0)
-    return {"attn_weights": np.where(np.isfinite(weights), scaled, weights).astype(kept.dtype)}
+    return {
+        "attn_weights": np.where(np.isfinite(weights), scaled, weights).astype(attn_weights.dtype)
+    }
 
 
 # ---- Rounding ------------------------------------------------------------------------------------
@@ -516,9 +518,11 @@ def _angles_rounded(
         of_pairs = positions[axes(layer.rope(), layer.problem.spec.head_dim)]
     else:
         of_pairs = np.broadcast_to(positions, (right.shape[-1], *positions.shape))
-    places = np.moveaxis(of_pairs, 0, -1)[:, None].astype(np.float64)
+    positions_of_pairs = np.moveaxis(of_pairs, 0, -1)[:, None].astype(np.float64)
     # Frequencies may depend on the longest position, so they are taken from the angles themselves.
-    of_tokens = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
+    of_tokens = np.divide(
+        right, positions_of_pairs, out=np.zeros(right.shape), where=positions_of_pairs != 0.0
+    )
     of_tokens = of_tokens.astype(np.float32)
     if POWERS in numbers:
         powers = np.divide(
@@ -529,8 +533,8 @@ def _angles_rounded(
     if FREQUENCIES in numbers:
         of_tokens = cut(of_tokens)
     if POSITIONS in numbers:
-        places = cut(places)
-    angles = (of_tokens.astype(np.float64) * places).astype(right.dtype)
+        positions_of_pairs = cut(positions_of_pairs)
+    angles = (of_tokens.astype(np.float64) * positions_of_pairs).astype(right.dtype)
     if ANGLES in numbers:
         return _rounded(layer, angles, cut)
     return angles

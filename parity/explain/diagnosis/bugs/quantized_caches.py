@@ -30,7 +30,7 @@ NAMES = {
 OTHER = {"keys": "values", "values": "keys"}
 
 GROUPS = {
-    "tensor": "all numbers",
+    "tensor": "all values",
     "head": "each head",
     "channel": "each feature of each head",
     "token": "each token",
@@ -43,7 +43,7 @@ def quantized_caches(case: Case) -> Iterator[Edit]:
     quantization = case.cache_quantization
     if quantization is None:
         return
-    bug = CACHE_QUANTIZATION.seen_in("cache.keys", "cache.values")
+    bug = CACHE_QUANTIZATION.shown_in("cache.keys", "cache.values")
     rounding = partial(bug, is_rounding=True)
     # Zeros of values hide the keys from the output, so keys and values together come last.
     for words in ("values", "keys", "keys and values"):

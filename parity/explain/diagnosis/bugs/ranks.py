@@ -282,10 +282,10 @@ def _by_local_positions(
     _: Layer,
     original: Override,
     x: np.ndarray,
-    places: np.ndarray,
+    positions: np.ndarray,
     **more: Any,
 ) -> np.ndarray:
-    return original(x, places % tokens_of_rank, **more)
+    return original(x, positions % tokens_of_rank, **more)
 
 
 def _left_in_zigzag(ranks: SharedProblem, rank: int) -> Values:
@@ -303,9 +303,9 @@ def _by_local_sums(ranks: SharedProblem, rank: int) -> Values:
     return ranks.of_tokens(grads, _block(rank, tokens_of_rank))
 
 
-def _block(place: int, size: int) -> np.ndarray:
+def _block(index: int, size: int) -> np.ndarray:
     """Return the indices of one of equally long blocks of tokens."""
-    return np.arange(place * size, (place + 1) * size)
+    return np.arange(index * size, (index + 1) * size)
 
 
 @dataclass(frozen=True)

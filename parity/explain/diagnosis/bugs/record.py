@@ -90,7 +90,7 @@ class Edit(JsonRecord):
         calls: the calls of a cache that have it; None for every call.
         when: the description of these calls; empty for every call.
         is_registered: True if a user or another package registered it.
-        numbers: the values that were fitted to a stage, by name.
+        fitted: the values that were fitted to a stage, by name.
         parameters: how many they are: fewer are simpler.
         backward: what it overrides in the backward pass, by the methods of `reference.Backward`.
         wrong_fields: the fields of the specification in which the layer with it is wrong; empty if
@@ -111,12 +111,12 @@ class Edit(JsonRecord):
     calls: frozenset[int] | None = None
     when: str = ""
     is_registered: bool = False
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    fitted: Mapping[str, Any] = field(default_factory=dict)
     parameters: int = 0
     backward: Mapping[str, Override] = field(default_factory=dict, repr=False)
     wrong_fields: tuple[WrongField, ...] = ()
 
-    IN_JSON = ("name", "about", "numbers", "parameters", "pages", "fixes")
+    IN_JSON = ("name", "about", "fitted", "parameters", "pages", "fixes")
 
     @property
     def page(self) -> str:
@@ -174,7 +174,7 @@ def known_bug(
 def pattern(
     name: str,
     about: str,
-    numbers: Mapping[str, Any] | None = None,
+    fitted: Mapping[str, Any] | None = None,
     parameters: int = 0,
     *,
     injected: Edit | None = None,
@@ -182,9 +182,9 @@ def pattern(
     """Return an edit that was fitted to a stage.
 
     Args:
-        name: of its kind, such as `factor`.
+        name: name of its kind, such as `factor`.
         about: a description, with the values.
-        numbers: the fitted values by name.
+        fitted: the fitted values by name.
         parameters: how many they are.
         injected: the same change of the reference, in every call; None if the pattern concerns one
             stage alone.
@@ -196,7 +196,7 @@ def pattern(
         about,
         injected.overrides,
         injected.spec,
-        numbers=numbers or {},
+        fitted=fitted or {},
         parameters=parameters,
         wrong_fields=injected.wrong_fields,
     )

@@ -40,7 +40,7 @@ def rings(case: Case) -> Iterator[Edit]:
         return
     if max(case.lengths_before(len(case.chunks) - 1)) < size:
         return  # no call reads a full ring
-    twice = RING.seen_in("attn_weights")
+    twice = RING.shown_in("attn_weights")
     words = "are attended to twice: they are in the ring already, and are appended to it"
     yield twice(
         "cache-ring-doubled",
@@ -55,7 +55,7 @@ def rings(case: Case) -> Iterator[Edit]:
     if case.spec.rope is not None:
         yield from _positions(size)
     if max(case.chunks) > 1:
-        yield RING.seen_in("mask")(
+        yield RING.shown_in("mask")(
             "cache-ring-masked-by-slot",
             "the mask takes the slots of the ring for its tokens in order: it hides the wrong "
             "ones if the ring does not begin with the oldest",
@@ -69,7 +69,7 @@ def rings(case: Case) -> Iterator[Edit]:
 
 def _lost() -> Iterator[Edit]:
     """Yield calls of several tokens that find only some of a ring's."""
-    lost = RING.seen_in("mask")
+    lost = RING.shown_in("mask")
     yield lost(
         "cache-ring-lost",
         "older tokens of the window are lost: calls of several tokens find only those in the "
@@ -91,7 +91,7 @@ def lost_in_call(case: Case, call: int) -> Iterator[Edit]:
     if max(case.lengths_before(call)) < size:
         return
     for count in range(size - 1):
-        bug = RING.seen_in("mask")(
+        bug = RING.shown_in("mask")(
             "cache-ring-lost",
             f"older tokens of the window are lost: the ring has only the newest {count} of "
             f"those before the call",
@@ -159,7 +159,7 @@ def _is_before_by_slot(t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
 
 
 def _positions(size: int) -> Iterator[Edit]:
-    positions = CACHE_POSITIONS.seen_in("q", "k")
+    positions = CACHE_POSITIONS.shown_in("q", "k")
     for words, change in (
         ("start again at 0 after each round of the ring", partial(_in_ring, size)),
         ("stop at the last slot of the ring", partial(_clipped, size)),

@@ -163,11 +163,11 @@ def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> It
 
 
 def _rotated_side_by_side(
-    rope: Rope, layer: Layer, x: np.ndarray, places: np.ndarray
+    rope: Rope, layer: Layer, x: np.ndarray, token_positions: np.ndarray
 ) -> np.ndarray:
     """Rotate features that are next to each other as pairs."""
     order = rope.pair_order(x.shape[-1])
-    return layer.rotate(x[..., np.argsort(order)], places)[..., order]
+    return layer.rotate(x[..., np.argsort(order)], token_positions)[..., order]
 
 
 def _with_rows_in_order(order: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -211,12 +211,12 @@ def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Edit]:
     )
 
 
-def _rotated_twice(layer: Layer, x: np.ndarray, places: np.ndarray) -> np.ndarray:
-    return layer.rotate(layer.rotate(x, places), places)
+def _rotated_twice(layer: Layer, x: np.ndarray, token_positions: np.ndarray) -> np.ndarray:
+    return layer.rotate(layer.rotate(x, token_positions), token_positions)
 
 
-def _rotated(layer: Layer, x: np.ndarray, places: np.ndarray) -> np.ndarray:
-    return layer.rotate(x, places)
+def _rotated(layer: Layer, x: np.ndarray, token_positions: np.ndarray) -> np.ndarray:
+    return layer.rotate(x, token_positions)
 
 
 def _over_heads(layer: Layer, x: np.ndarray, _: np.ndarray) -> np.ndarray:
@@ -255,17 +255,17 @@ def _is_ragged(case: Case) -> bool:
     return any(len(set(case.lengths_before(call))) > 1 for call in calls)
 
 
-def _one_higher_later(places: np.ndarray) -> np.ndarray:
-    is_later_call = places[:, :1] > 0
-    return places + is_later_call
+def _one_higher_later(token_positions: np.ndarray) -> np.ndarray:
+    is_later_call = token_positions[:, :1] > 0
+    return token_positions + is_later_call
 
 
-def _restarted(places: np.ndarray) -> np.ndarray:
-    return places - places[:, :1]
+def _restarted(token_positions: np.ndarray) -> np.ndarray:
+    return token_positions - token_positions[:, :1]
 
 
-def _of_longest(places: np.ndarray) -> np.ndarray:
-    return places - places[:, :1] + places[:, :1].max()
+def _of_longest(token_positions: np.ndarray) -> np.ndarray:
+    return token_positions - token_positions[:, :1] + token_positions[:, :1].max()
 
 
 # ---- Theta ---------------------------------------------------------------------------------------

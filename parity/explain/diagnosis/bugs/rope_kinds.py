@@ -343,7 +343,7 @@ def on_several_axes(case: Case) -> Iterator[Edit]:
     yield _by_other_axes(
         "ignored",
         "all pairs are rotated by the position in the sequence, as in text",
-        partial(_places_in_text, case.first_position),
+        partial(_positions_in_text, case.first_position),
     )
 
 
@@ -389,15 +389,15 @@ def _rows_and_columns_exchanged(positions: np.ndarray) -> np.ndarray:
     return np.stack([*frames, columns, rows])
 
 
-def _places_in_text(first_position: int, positions: np.ndarray) -> np.ndarray:
+def _positions_in_text(first_position: int, positions: np.ndarray) -> np.ndarray:
     """Return the position of each token in the pictures of `Case.positions`, on every axis."""
     if len(positions) == 2:
         row, column = positions - first_position
-        place = first_position + 3 * row + column
+        position = first_position + 3 * row + column
     else:
         frame, row, column = positions
-        place = frame + 5 * (frame - first_position) + 3 * (row - frame) + (column - frame)
-    return np.stack([place] * len(positions))
+        position = frame + 5 * (frame - first_position) + 3 * (row - frame) + (column - frame)
+    return np.stack([position] * len(positions))
 
 
 def neighbours(case: Case) -> Iterator[Edit]:

@@ -185,7 +185,7 @@ def _capped_before_scale(cap: float, scale: float, scores: np.ndarray) -> np.nda
 
 
 def _capped_after_bias(
-    cap: float, layer: Layer, _: Override, values: Values, *places: Any
+    cap: float, layer: Layer, _: Override, values: Values, *positions: Any
 ) -> dict[str, np.ndarray]:
     bias = layer.arithmetic.widen(np.asarray(layer.problem.bias))
     biased = layer.products(values) + bias
@@ -207,7 +207,7 @@ def _capped_after_mask(
 def bias(case: Case) -> Iterator[Edit]:
     if not case.bias:
         return
-    bug = SCORE_BIAS.seen_in("scores")
+    bug = SCORE_BIAS.shown_in("scores")
     missing: Overrides = {"score_bias": always(None)}
     yield bug("score-bias-missing", "the bias of the scores is missing", missing)
     yield bug(

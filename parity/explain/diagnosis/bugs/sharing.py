@@ -17,7 +17,7 @@ def shared(case: Case) -> Iterator[Edit]:
     spec = case.spec
     if not spec.shared_kv:
         return
-    bug = SHARED_KV.seen_in("k")
+    bug = SHARED_KV.shown_in("k")
     if spec.rope is not None and case.seq_len_k is None:
         yield bug(
             "shared-kv-rotated-again",

@@ -180,8 +180,8 @@ def turned(names: str, turn: Callable[[Layer, np.ndarray, np.ndarray], np.ndarra
 def positions(names: str, change: Change) -> Overrides:
     """Rotate some of q, k and v by other positions."""
 
-    def turn(layer: Layer, x: np.ndarray, places: np.ndarray) -> np.ndarray:
-        return layer.rotate(x, change(places))
+    def turn(layer: Layer, x: np.ndarray, token_positions: np.ndarray) -> np.ndarray:
+        return layer.rotate(x, change(token_positions))
 
     return turned(names, turn)
 

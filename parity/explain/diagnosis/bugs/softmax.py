@@ -61,7 +61,7 @@ def mask_as_number(case: Case) -> Iterator[Edit]:
             lambda scores, mask: np.where(mask, scores.dtype.type(PENALTY), scores),
         ),
     ):
-        yield LEAKING.seen_in("attn_weights")(
+        yield LEAKING.shown_in("attn_weights")(
             f"mask-{name}", about, {"attn_weights": _numbered(wrong)}
         )
 
@@ -96,7 +96,7 @@ def after_softmax(case: Case) -> Iterator[Edit]:
 
 def other_functions(case: Case) -> Iterator[Edit]:
     """Functions that are used instead of a softmax."""
-    bug = SOFTMAX.seen_in("attn_weights")
+    bug = SOFTMAX.shown_in("attn_weights")
 
     def twice(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
         return original(
@@ -167,7 +167,7 @@ def dropout(_: Case) -> Iterator[Edit]:
     """
     for percent in (10, 20, 50):
         share = 1.0 - percent / 100.0
-        yield DROPOUT.seen_in("attn_weights")(
+        yield DROPOUT.shown_in("attn_weights")(
             f"dropout-factor-{percent}",
             f"the attention weights are divided by {share:g}, as by a dropout of {percent}% that "
             f"drops nothing",
@@ -182,7 +182,7 @@ def sinks(case: Case) -> Iterator[Edit]:
     spec = case.spec
     if not spec.sinks:
         return
-    bug = SINKS.seen_in("attn_weights")
+    bug = SINKS.shown_in("attn_weights")
     none = {"sinks": always(None)}
     yield bug("sinks-ignored", "the sinks are missing", none)
     yield bug(
@@ -202,7 +202,7 @@ def sinks(case: Case) -> Iterator[Edit]:
     yield bug(
         "sinks-share-kept",
         "weights are multiplied by the share of the sink instead of the rest",
-        attn_weights(_share_kept),
+        attn_weights(_with_opposite_share),
     )
     if case.has_mask or case.is_cached:
         yield bug(
@@ -212,7 +212,7 @@ def sinks(case: Case) -> Iterator[Edit]:
         )
 
 
-def _share_kept(_: Layer, weights: np.ndarray) -> np.ndarray:
+def _with_opposite_share(_: Layer, weights: np.ndarray) -> np.ndarray:
     left = weights.sum(axis=-1, keepdims=True)
     return weights / np.where(left == 0.0, 1.0, left) * (1.0 - left)
 
@@ -247,7 +247,7 @@ def empty_rows(case: Case) -> Iterator[Edit]:
         ),
         ("unmasked", "rows without a key attend to all keys", _softmax),
     ):
-        yield EMPTY_ROWS.seen_in("attn_weights")(
+        yield EMPTY_ROWS.shown_in("attn_weights")(
             f"empty-row-{name}",
             about,
             {"of_empty_rows": _made(of_scores)},

@@ -18,7 +18,7 @@ from parity.measure.core.stages import Values
 
 def lost(case: Case) -> Iterator[Edit]:
     """Yield contexts of which a part was never written."""
-    bug = LOST.seen_in("context", "module.output")
+    bug = LOST.shown_in("context", "module.output")
     if case.spec.num_heads > 1:
         yield bug(
             "last-head-lost",
@@ -36,7 +36,7 @@ def lost(case: Case) -> Iterator[Edit]:
 def multiplied(_: Case) -> Iterator[Edit]:
     """Yield stages that are summed twice, as by two devices or into a buffer that was not 0."""
     for stage in ("context", "output"):
-        yield FACTOR.seen_in(stage, "module.output")(
+        yield FACTOR.shown_in(stage, "module.output")(
             f"{stage}-doubled",
             f"the {stage} is added up twice",
             _changing(stage, _doubled),
@@ -49,7 +49,7 @@ def of_other_tokens(case: Case) -> Iterator[Edit]:
     if case.is_cached or case.spec.latent is not None or case.key_len < 2 or case.not_finite:
         return
     for name, words in (("k", "keys"), ("v", "values")):
-        yield TOKENS.seen_in(name)(
+        yield TOKENS.shown_in(name)(
             f"{words}-of-token-before",
             f"each token has the {words} of the token before",
             projected(_rolled(name)),
@@ -60,7 +60,7 @@ def products(case: Case) -> Iterator[Edit]:
     """Yield products over the axis of queries."""
     if case.is_cached or case.key_len != case.seq_len or case.seq_len < 2 or case.not_finite:
         return
-    yield PRODUCTS.seen_in("context", "module.output")(
+    yield PRODUCTS.shown_in("context", "module.output")(
         "attn-weights-transposed",
         "attention weights are transposed in their product with the values",
         {"weighed": before(_transposed_weights)},

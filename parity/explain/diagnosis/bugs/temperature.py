@@ -19,7 +19,7 @@ def temperature(case: Case) -> Iterator[Edit]:
     spec, right = case.spec, case.spec.temperature
     if right is None:
         return
-    bug = TEMPERATURE.seen_in("q", "k")
+    bug = TEMPERATURE.shown_in("q", "k")
     yield bug(
         "temperature-ignored",
         "queries are not multiplied by a temperature",

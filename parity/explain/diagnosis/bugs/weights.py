@@ -53,7 +53,7 @@ def transposed(case: Case) -> Iterator[Edit]:
     for projection in is_square:
         if not is_square[projection]:
             continue
-        yield TRANSPOSED.seen_in(*STAGES[projection])(
+        yield TRANSPOSED.shown_in(*STAGES[projection])(
             f"{projection}-transposed",
             f"{projection}'s square kernel is transposed",
             weights(np.transpose, [f"{projection}.weight"]),
@@ -92,7 +92,7 @@ def swapped(case: Case) -> Iterator[Edit]:
             )
             yield _swapped(one, other, about, {"parameter": read_as(names)})
     if spec.rope is not None and has_one_width:  # without it the same as the first
-        yield SWAPPED.seen_in("k")(
+        yield SWAPPED.shown_in("k")(
             "k-v-swapped",
             "k and v are exchanged after RoPE",
             projected(_keys_and_values_exchanged),
@@ -101,7 +101,7 @@ def swapped(case: Case) -> Iterator[Edit]:
 
 
 def _swapped(one: str, other: str, about: str, overrides: Overrides) -> Edit:
-    return SWAPPED.seen_in(one)(
+    return SWAPPED.shown_in(one)(
         f"{one}-{other}-swapped",
         about,
         overrides,
@@ -149,7 +149,7 @@ def fused_qkv(case: Case) -> Iterator[Edit]:
                 True,
             ),
         ):
-            bug = partial(FUSED_QKV.seen_in("q", "k"), name, fix=fix)
+            bug = partial(FUSED_QKV.shown_in("q", "k"), name, fix=fix)
             read = partial(packed, QKV, spec.num_kv_heads, by_head=by_head)
             yield bug(about, read(leaves=("weight", "bias")))
             if any(spec.qkv_biases):  # loaded by themselves: only searched for
@@ -160,7 +160,7 @@ def misread(name: str, order: np.ndarray, names: tuple[str, ...], about: str, fi
     """Return a packed weight that was read in a different order than it was packed in.
 
     Args:
-        name: of the bug.
+        name: name of the bug.
         order: the row of the right projections, one after the other, that each row of the wrong
             ones is.
         names: canonical names of the weights, and of the biases that are packed alike, in the order
@@ -168,7 +168,7 @@ def misread(name: str, order: np.ndarray, names: tuple[str, ...], about: str, fi
         about: a description, with both orders.
         fix: an instruction.
     """
-    return FUSED_QKV.seen_in("q", "k")(name, about, rows_in_order(order, names), fix=fix)
+    return FUSED_QKV.shown_in("q", "k")(name, about, rows_in_order(order, names), fix=fix)
 
 
 def rows_in_order(order: np.ndarray, names: tuple[str, ...]) -> Overrides:
@@ -184,8 +184,8 @@ def _in_rows_of_others(
     packed_names = [other for other in names if other.endswith(f".{leaf}")]
     parts = [original(other) for other in packed_names]
     ends = np.cumsum([len(part) for part in parts])
-    place = packed_names.index(name)
-    rows = order[ends[place] - len(parts[place]) : ends[place]]
+    index = packed_names.index(name)
+    rows = order[ends[index] - len(parts[index]) : ends[index]]
     return np.concatenate(parts)[rows]
 
 
@@ -199,7 +199,7 @@ def missing_biases(case: Case) -> Iterator[Edit]:
         yield _bias_missing("qkv", biased)
     if spec.qkv_biases[1:] == (False, True):
         exchanged = named_as({"k_proj": "v_proj", "v_proj": "k_proj"})
-        yield BIAS.seen_in("k")(
+        yield BIAS.shown_in("k")(
             "v-bias-on-k",
             "the bias of v_proj is added to the keys instead of the values",
             {"has_bias": exchanged, "parameter": read_as({"k_proj.bias": "v_proj.bias"})},
@@ -213,7 +213,7 @@ def missing_biases(case: Case) -> Iterator[Edit]:
     if biased and out_has_bias:
         yield _bias_missing("all", (*biased, "out_proj"), "every projection")
     if out_has_bias and spec.num_heads > 1:
-        yield BIAS.seen_in(*STAGES["out_proj"])(
+        yield BIAS.shown_in(*STAGES["out_proj"])(
             "out_proj-bias-per-head",
             f"the bias of out_proj is added once for each of {spec.num_heads} heads",
             weights(partial(_times, spec.num_heads), ["out_proj.bias"]),
@@ -224,7 +224,7 @@ def missing_biases(case: Case) -> Iterator[Edit]:
         ("v_proj", "k_proj", spec.v_width == spec.k_width),
     ):
         if have_one_width and one in biased and other in biased:
-            yield BIAS.seen_in(*STAGES[one])(
+            yield BIAS.shown_in(*STAGES[one])(
                 f"{one[0]}-bias-from-{other[0]}",
                 f"the bias of {one} is the bias of {other}",
                 {"parameter": read_as({f"{one}.bias": f"{other}.bias"})},
@@ -235,7 +235,7 @@ def missing_biases(case: Case) -> Iterator[Edit]:
 def _bias_missing(name: str, projections: tuple[str, ...], whose: str = "") -> Edit:
     if not whose:
         whose = and_listed(projections)
-    return BIAS.seen_in(*STAGES[projections[0]])(
+    return BIAS.shown_in(*STAGES[projections[0]])(
         f"{name}-bias-missing",
         f"the bias of {whose} is missing",
         {"has_bias": for_names(projections, always(False))},
@@ -292,7 +292,7 @@ def out_columns(case: Case) -> Iterator[Edit]:
     # Otherwise it is heads-combined-innermost.
     if case.spec.out_proj and 1 not in (num_heads, size) and num_heads != size:
         innermost = heads_innermost(num_heads, size)
-        yield HEAD_ORDER.seen_in("output")(
+        yield HEAD_ORDER.shown_in("output")(
             "out_proj-heads-innermost",
             "the columns of out_proj are in the order (H, N) instead of (N, H)",
             weights(partial(reordered, order=innermost, axis=1), ["out_proj.weight"]),

@@ -5,7 +5,7 @@ operation on the expected values there: multiplied, exchanged, rotated by a diff
 pattern is verified: applied to the expected values, it leaves only rounding error.
 """
 
-from parity.explain.diagnosis.fits.describe import EVERYWHERE, describe, place_of
-from parity.explain.diagnosis.fits.record import Description, Place
+from parity.explain.diagnosis.fits.describe import EVERYWHERE, describe, location_of
+from parity.explain.diagnosis.fits.record import Description, Location
 
-__all__ = ["EVERYWHERE", "Description", "Place", "describe", "place_of"]
+__all__ = ["EVERYWHERE", "Description", "Location", "describe", "location_of"]

@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.fits.locations import find_location, wrong_elements
 from parity.explain.diagnosis.fits.orders import orders, transposes
-from parity.explain.diagnosis.fits.places import find_place, wrong_elements
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.rotation import positions_families
 from parity.explain.diagnosis.fits.values import factors, offsets, rows_and_features
@@ -78,7 +78,7 @@ def _patterns_of(
     bad, box = wrong_elements(errors, allowed)
     if not bad.any():
         return
-    place, part = find_place(difference.stage, difference.letters, bad, box, None)
+    location, part = find_location(difference.stage, difference.letters, bad, box, None)
     before = replace(
         difference,
         actual=actual,
@@ -88,7 +88,7 @@ def _patterns_of(
         bad=bad,
         box=box,
         part=part,
-        place=place,
+        location=location,
     )
     for group in GROUPS:
         yield from group(before)
@@ -102,12 +102,12 @@ def _positions(difference: Difference, positions: np.ndarray) -> Iterator[Edit]:
     rope = problem.spec.rope
     right = np.array(frequencies(rope, features, int(positions.max()) + 1))
     begin = max(int(positions.min()) - tokens - BEYOND, 0)
-    places = np.arange(begin, int(positions.max()) + tokens + BEYOND)
+    candidates = np.arange(begin, int(positions.max()) + tokens + BEYOND)
     wrong = math.prod(len(which) for which in difference.box[:3])
-    if difference.expected.size * len(places) > MOST or not difference.is_enough(wrong):
+    if difference.expected.size * len(candidates) > MOST or not difference.is_enough(wrong):
         return
     x = complex_pairs(difference.expected, rope)  # (B, N, T, pairs)
-    away = places[:, None, None] - positions  # (positions, B or 1, T)
+    away = candidates[:, None, None] - positions  # (positions, B or 1, T)
     turns = np.exp(1j * away[:, :, None, :, None] * right)
     actual = complex_pairs(difference.actual, rope)
     distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (positions, B, N, T)
@@ -119,22 +119,25 @@ def _positions(difference: Difference, positions: np.ndarray) -> Iterator[Edit]:
     nearest = np.where(is_own, own, distances.argmin(axis=0))
     rotated = np.take_along_axis(turns * x, nearest[None, ..., None], axis=0)[0]
     if difference.is_explained_by(with_pairs(difference.expected, rotated, rope)):
-        yield _of_positions(difference, places[nearest])
+        yield _of_positions(difference, candidates[nearest])
 
 
-def _of_positions(difference: Difference, places: np.ndarray) -> Edit:
+def _of_positions(difference: Difference, positions: np.ndarray) -> Edit:
     """Return the pattern of positions (B, N, T), with its description."""
-    if (places == places[:1, :1]).all():
-        used, by = places[0, 0], "tokens are rotated as at the positions"
-    elif (places == places[:1, :, :1]).all():
+    if (positions == positions[:1, :1]).all():
+        used, by = positions[0, 0], "tokens are rotated as at the positions"
+    elif (positions == positions[:1, :, :1]).all():
         _, heads = noun(difference.letters, 1)
-        used, by = places[0, :, 0], f"{heads} are rotated by one position each, instead of tokens:"
+        used, by = (
+            positions[0, :, 0],
+            f"{heads} are rotated by one position each, instead of tokens:",
+        )
     else:
-        used, by = places.ravel(), "tokens are rotated by other positions:"
+        used, by = positions.ravel(), "tokens are rotated by other positions:"
     return difference.pattern(
         "rope positions",
         f"{by} {listed(used.tolist())}",
-        {"positions": places.tolist()},
+        {"positions": positions.tolist()},
         len(used),
         families=positions_families(difference.stage.step),
     )

@@ -27,7 +27,7 @@ def blocks(problem: Problem, quantity: str) -> Iterator[Edit]:
 
     Args:
         problem: with the case.
-        quantity: of the stage; attention weights are those that the kernel returns.
+        quantity: quantity of the stage; attention weights are those that the kernel returns.
     """
     case = problem.case
     if case.is_cached or quantity not in ("attn_weights", "context", "output"):

@@ -38,8 +38,8 @@ def cache_parts(problem: Problem, quantity: str) -> Iterator[Edit]:
 
     Args:
         problem: with the case.
-        quantity: of the stage. A wrong length shows in positions, masks and slots alike, so a
-            single one of them does not tell it.
+        quantity: quantity of the stage. A wrong length shows in positions, masks and slots alike,
+            so a single one of them does not tell it.
     """
     if not problem.case.is_cached or problem.spec.latent is not None:
         return
@@ -365,8 +365,8 @@ class _OtherLengths:
         inputs = {}
         for name, side in problem.sides.items():
             inputs[name] = problem.step_input(right.index, side)
-        places = problem.case.first_position + right.slots
-        return right.layer.project({**inputs, "q": right.x}, places)
+        positions = problem.case.first_position + right.slots
+        return right.layer.project({**inputs, "q": right.x}, positions)
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         grown = self._right.cache(values)

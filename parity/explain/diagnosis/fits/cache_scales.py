@@ -66,11 +66,11 @@ def cache_scales(difference: Difference, recompute: Recompute) -> Iterator[Edit]
 
 
 def _pattern(difference: Difference, about: str, scales: np.ndarray, edit: Edit) -> Edit:
-    numbers = {"scales": scales.ravel().tolist()}
+    fitted = {"scales": scales.ravel().tolist()}
     return difference.pattern(
         "cache scales",
         about,
-        numbers,
+        fitted,
         len(np.unique(scales)),
         families=(of.CACHE_QUANTIZATION,),
         injected=edit,

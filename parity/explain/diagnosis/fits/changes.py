@@ -40,7 +40,7 @@ def part(
 
     Args:
         problem: with the layer.
-        name: of its kind, such as `weight`.
+        name: name of its kind, such as `weight`.
         about: its description.
         change: what it overrides.
         family: whose page and fix it has; None if it may belong to several.
@@ -714,7 +714,7 @@ def using_kv_heads(order: np.ndarray, method: str = "") -> Edit:
 
     Args:
         order: the key/value head of each query head.
-        method: of the reference, `products` or `weighed`; empty for both.
+        method: method of the reference, `products` or `weighed`; empty for both.
     """
 
     def per_query_head(_: Layer, __: Any, x: np.ndarray) -> np.ndarray:

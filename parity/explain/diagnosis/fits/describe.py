@@ -12,12 +12,12 @@ from parity.explain.diagnosis.bugs.record import Edit, pattern
 from parity.explain.diagnosis.fits.before_rope import before_rope
 from parity.explain.diagnosis.fits.cache_scales import cache_scales
 from parity.explain.diagnosis.fits.cache_signs import cache_signs
+from parity.explain.diagnosis.fits.locations import find_location, wrong_elements
 from parity.explain.diagnosis.fits.mixed import dropouts, lost_rows, mixtures
 from parity.explain.diagnosis.fits.numbers import Recompute, spec_numbers
 from parity.explain.diagnosis.fits.orders import orders, other_stages, shifts, transposes
 from parity.explain.diagnosis.fits.parts import parts, parts_of_sample
-from parity.explain.diagnosis.fits.places import find_place, wrong_elements
-from parity.explain.diagnosis.fits.record import Description, Difference, Place
+from parity.explain.diagnosis.fits.record import Description, Difference, Location
 from parity.explain.diagnosis.fits.rotation import rotations
 from parity.explain.diagnosis.fits.rounding import rounded, rounding_signs
 from parity.explain.diagnosis.fits.rows import attn_weights, contexts, masks, scores, weights_signs
@@ -28,8 +28,8 @@ from parity.measure.core.compare import (
     NOTHING,
     axis_names,
     budget,
+    dtype_of_stage,
     errors_of,
-    kept_dtype,
     slope,
     whole_rows,
 )
@@ -99,7 +99,7 @@ OF_SCALING = {
 """Patterns of fitted parameters of RoPE's scaling."""
 
 EVERYWHERE = "everywhere"
-"""The place that is a whole stage."""
+"""The location that is a whole stage."""
 
 PLAIN = 4
 """The largest number of fitted parameters of a pattern with a page that makes the search for parts
@@ -149,7 +149,7 @@ def describe(
         patterns = _patterns(difference, recompute)
         signs = tuple(_signs(difference))
     patterns = _distinct(_plausible(patterns))
-    return Description(difference.place, tuple(sorted(patterns, key=_num_parameters)), signs)
+    return Description(difference.location, tuple(sorted(patterns, key=_num_parameters)), signs)
 
 
 def _patterns(difference: Difference, recompute: Recompute | None) -> list[Edit]:
@@ -195,7 +195,7 @@ def _have_plain_page(patterns: list[Edit]) -> bool:
     )
 
 
-def place_of(
+def location_of(
     stage: str,
     actual: np.ndarray,
     expected: np.ndarray,
@@ -212,7 +212,7 @@ def place_of(
         same_precision: the stage of the reference in the dtype of the problem, which determines the
             budget.
         problem: the case, weights and inputs.
-        arithmetic: of the hardware.
+        arithmetic: arithmetic of the hardware.
     """
     if stage_named(stage).is_exact:
         allowed = NOTHING
@@ -224,7 +224,7 @@ def place_of(
     if isinstance(difference, Description):
         return difference
     with np.errstate(all="ignore"):
-        return Description(difference.place, (), tuple(_signs(difference)))
+        return Description(difference.location, (), tuple(_signs(difference)))
 
 
 def _difference(
@@ -237,8 +237,8 @@ def _difference(
     others: Mapping[str, np.ndarray] | None,
     unused: np.ndarray | None,
 ) -> Difference | Description:
-    """Return the values of a stage and its place; the whole description if no element is wrong by
-    itself.
+    """Return the values of a stage and its location; the whole description if no element is wrong
+    by itself.
     """
     if actual.shape != expected.shape:
         raise InputError(
@@ -246,7 +246,7 @@ def _difference(
         )
     dtype, spec = actual.dtype, None
     if problem is not None:
-        dtype, spec = kept_dtype(stage, problem.dtype), problem.spec
+        dtype, spec = dtype_of_stage(stage, problem.dtype), problem.spec
     known_stage = stage_named(stage)
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
     if unused is not None:
@@ -259,7 +259,7 @@ def _difference(
     if not bad.any():
         return _without_wrong_elements(actual, expected, allowed)
     letters = axis_names(stage, expected.ndim)
-    place, part = find_place(known_stage, letters, bad, box, hidden, spec)
+    location, part = find_location(known_stage, letters, bad, box, hidden, spec)
     if unused is not None:
         part = part & ~unused
     return Difference(
@@ -272,7 +272,7 @@ def _difference(
         bad,
         box,
         part,
-        place,
+        location,
         hidden,
         problem,
         others or {},
@@ -287,8 +287,8 @@ def _without_wrong_elements(
     """Describe a stage of which no element is wrong by itself."""
     gain = _gain(actual, expected, allowed)
     if gain is None:
-        return Description(Place("no single element is over its budget", size=expected.size))
-    return Description(Place(EVERYWHERE, wrong=expected.size, size=expected.size), (gain,))
+        return Description(Location("no single element is over its budget", size=expected.size))
+    return Description(Location(EVERYWHERE, wrong=expected.size, size=expected.size), (gain,))
 
 
 def _signs(difference: Difference) -> Iterator[str]:
@@ -331,7 +331,7 @@ def _plausible(patterns: list[Edit]) -> list[Edit]:
         most_digits = 2
     plausible = []
     for edit in patterns:
-        if edit.name not in OF_SCALING or is_round(edit.numbers["value"], most_digits):
+        if edit.name not in OF_SCALING or is_round(edit.fitted["value"], most_digits):
             plausible.append(edit)
     return plausible
 
@@ -345,10 +345,10 @@ def _distinct(patterns: list[Edit]) -> list[Edit]:
 
 
 def _nan(difference: Difference) -> Iterator[str]:
-    """Yield the place of unexpected NaN."""
+    """Yield the location of unexpected NaN."""
     lost = np.isnan(difference.actual) & ~np.isnan(difference.expected)
     if not lost.any():
         return
     _, box = wrong_elements(np.where(lost, np.inf, 0.0), difference.allowed)
-    place, _ = find_place(difference.stage, difference.letters, lost, box, difference.hidden)
-    yield f"{place.wrong} of {place.size} elements are NaN: {place.words}"
+    location, _ = find_location(difference.stage, difference.letters, lost, box, difference.hidden)
+    yield f"{location.wrong} of {location.size} elements are NaN: {location.words}"

@@ -238,13 +238,13 @@ def _multiplied_by(factors: np.ndarray | float) -> Edit:
     return Edit(overrides={"slopes": slopes})
 
 
-def _of_key(_: Layer, __: object, places: np.ndarray, key_len: int) -> np.ndarray:
-    shape = (*places[:, None].shape, key_len)
+def _of_key(_: Layer, __: object, positions: np.ndarray, key_len: int) -> np.ndarray:
+    shape = (*positions[:, None].shape, key_len)
     return np.broadcast_to(np.arange(key_len), shape)
 
 
-def _of_query(_: Layer, __: object, places: np.ndarray, key_len: int) -> np.ndarray:
-    rows = places[:, None, :, None]
+def _of_query(_: Layer, __: object, positions: np.ndarray, key_len: int) -> np.ndarray:
+    rows = positions[:, None, :, None]
     return np.broadcast_to(rows, (*rows.shape[:3], key_len))
 
 

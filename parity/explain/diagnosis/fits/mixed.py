@@ -23,8 +23,8 @@ from parity.measure.text import and_listed
 LEAST_FACTOR = 1.01
 """The least factor of dropout."""
 
-KEPT = 8
-"""The least number of dropped and of kept values that distinguishes dropout from a few lost
+FEWEST = 8
+"""The least number of dropped and of remaining values that distinguishes dropout from a few lost
 values.
 """
 
@@ -72,35 +72,35 @@ def _dropped(difference: Difference) -> Edit | None:
     """Return dropout of the values of the stage itself."""
     is_large = difference.compared & (np.abs(difference.expected) > 2.0 * difference.allowed["max"])
     dropped = is_large & (difference.actual == 0.0)
-    kept = is_large & (difference.actual != 0.0)
-    a, e = difference.actual[kept], difference.expected[kept]
+    remaining = is_large & (difference.actual != 0.0)
+    a, e = difference.actual[remaining], difference.expected[remaining]
     factor = 0.0
     if e.size:
         factor = float((a * e).sum() / (e * e).sum())
-    if not _is_dropout(dropped, kept, factor):
+    if not _is_dropout(dropped, remaining, factor):
         return None
     # A dropped value may also be too small to tell.
     candidate = np.where(difference.actual == 0.0, 0.0, factor * difference.expected)
     if not difference.is_explained_by(candidate, factor):
         return None
-    return _dropout(difference, difference.stage.kind, dropped, kept, factor)
+    return _dropout(difference, difference.stage.kind, dropped, remaining, factor)
 
 
-def _is_dropout(dropped: np.ndarray, kept: np.ndarray, factor: float) -> bool:
-    """Return True if the dropped share fits the factor of the kept values."""
-    num_dropped, num_kept = np.count_nonzero(dropped), np.count_nonzero(kept)
-    if factor < LEAST_FACTOR or num_dropped < KEPT or num_kept < KEPT:
+def _is_dropout(dropped: np.ndarray, remaining: np.ndarray, factor: float) -> bool:
+    """Return True if the dropped share fits the factor of the remaining values."""
+    num_dropped, num_remaining = np.count_nonzero(dropped), np.count_nonzero(remaining)
+    if factor < LEAST_FACTOR or num_dropped < FEWEST or num_remaining < FEWEST:
         return False
-    p, n = 1.0 - 1.0 / factor, num_dropped + num_kept
+    p, n = 1.0 - 1.0 / factor, num_dropped + num_remaining
     return bool(abs(num_dropped / n - p) <= DEVIATIONS * np.sqrt(p * (1.0 - p) / n))
 
 
 def _dropout(
-    difference: Difference, whose: str, dropped: np.ndarray, kept: np.ndarray, factor: float
+    difference: Difference, whose: str, dropped: np.ndarray, remaining: np.ndarray, factor: float
 ) -> Edit:
-    """Return the pattern of dropped values, and of a factor of those that are kept."""
+    """Return the pattern of dropped values, and of a factor of those that remain."""
     num_dropped, p = np.count_nonzero(dropped), 1.0 - 1.0 / factor
-    zeros = f"{num_dropped} of {num_dropped + np.count_nonzero(kept)} {whose} are 0"
+    zeros = f"{num_dropped} of {num_dropped + np.count_nonzero(remaining)} {whose} are 0"
     others = f"the others {readable(factor)} times what they should be"
     return difference.pattern(
         "dropout",
@@ -132,21 +132,21 @@ def _dropped_behind(difference: Difference) -> Edit | None:
     if solved is None:
         return None
     ratio = np.divide(solved, weights, out=np.ones_like(solved), where=weights > 0.0)
-    kept = (ratio > 0.5) & (weights > 0.0)
+    remaining = (ratio > 0.5) & (weights > 0.0)
     dropped = (ratio <= 0.5) & (weights > 0.0)
     # Ratios of small values are inexact.
-    is_exact = kept & (weights > 0.05 * weights.max(axis=-1, keepdims=True))
+    is_exact = remaining & (weights > 0.05 * weights.max(axis=-1, keepdims=True))
     factor = 0.0
     if is_exact.any():
         factor = float(np.median(ratio[is_exact]))
-    if not _is_dropout(dropped, kept, factor):
+    if not _is_dropout(dropped, remaining, factor):
         return None
     candidate = np.where(dropped, 0.0, factor * weights) @ v
     if difference.stage.quantity == "output":
         candidate = _output_of(difference, difference.problem, candidate)
     if not difference.is_explained_by(candidate, factor):
         return None
-    return _dropout(difference, "attention weights", dropped, kept, factor)
+    return _dropout(difference, "attention weights", dropped, remaining, factor)
 
 
 def _solved_weights(weights: np.ndarray, v: np.ndarray, context: np.ndarray) -> np.ndarray | None:
@@ -222,8 +222,8 @@ def lost_rows(difference: Difference) -> Iterator[Edit]:
         words = (
             f"the context of {count} of {size} rows of heads is 0 there, as if a kernel lost rows"
         )
-        numbers = {"head, sequence, position": lost}
-        yield difference.pattern("lost rows", words, numbers, 1, families=(of.LOST,))
+        fitted = {"head, sequence, position": lost}
+        yield difference.pattern("lost rows", words, fitted, 1, families=(of.LOST,))
 
 
 def mixtures(difference: Difference) -> Iterator[Edit]:
@@ -242,12 +242,12 @@ def mixtures(difference: Difference) -> Iterator[Edit]:
     if not _may_be_a_mixture(difference, by_token, wanted, columns):
         return
     terms = _terms_of_mixture(by_token, columns)
-    numbers, _, rank, _ = np.linalg.lstsq(terms, wanted.ravel(), rcond=None)
-    mixture = numbers.reshape(heads, heads)
+    coefficients, _, rank, _ = np.linalg.lstsq(terms, wanted.ravel(), rcond=None)
+    mixture = coefficients.reshape(heads, heads)
     is_wrong = np.abs(mixture - np.eye(heads)).max(axis=1) > LEAST
     if not is_wrong.any() or rank != heads**2:
         return
-    if difference.is_explained_by((terms @ numbers).reshape(difference.expected.shape) + bias):
+    if difference.is_explained_by((terms @ coefficients).reshape(difference.expected.shape) + bias):
         yield difference.pattern(
             "heads in output",
             _mixture_words(mixture, np.flatnonzero(is_wrong)),
@@ -271,11 +271,11 @@ def _may_be_a_mixture(
     # From the last token on: the first ones of a causal layer have equal heads.
     terms = _terms_of_mixture(by_token[::-step], columns)
     some = wanted[::-step].ravel()
-    numbers, _, rank, _ = np.linalg.lstsq(terms, some, rcond=None)
+    coefficients, _, rank, _ = np.linalg.lstsq(terms, some, rcond=None)
     if rank != heads**2:
         return True  # these tokens do not tell
-    # Least squares leaves no more than the right numbers do, in the root mean square.
-    left = float(np.sqrt(np.mean((terms @ numbers - some) ** 2)))
+    # Least squares leaves no more than the right coefficients do, in the root mean square.
+    left = float(np.sqrt(np.mean((terms @ coefficients - some) ** 2)))
     growth = 1.0
     if difference.scale:
         growth = max(growth, float(np.abs(difference.actual).max()) / difference.scale)
@@ -342,10 +342,10 @@ def _mixture_words(mixture: np.ndarray, wrong: np.ndarray) -> str:
     return f"the output uses other heads: {and_listed(heads)}"
 
 
-def _made_of(numbers: np.ndarray) -> str:
+def _made_of(coefficients: np.ndarray) -> str:
     """Describe the heads of which one is made."""
     terms = []
-    for head, number in enumerate(numbers):
+    for head, number in enumerate(coefficients):
         if abs(number) > LEAST:
             terms.append(f"{readable(float(number))} * head {head}")
     return " + ".join(terms) or "0"

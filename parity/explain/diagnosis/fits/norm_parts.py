@@ -103,9 +103,9 @@ def norm_numbers(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
         for value in Fitted(trial, number).numbers():
             wrong, right = readable_apart(value, norm.eps)
             words = f"the eps of the norm of {whose} is {wrong} instead of {right}"
-            numbers = {"value": value, "expected": norm.eps}
+            fitted = {"value": value, "expected": norm.eps}
             yield trial.difference.pattern(
-                "eps", words, numbers, 1, families=(of.QK_NORM,), injected=number.edit(value)
+                "eps", words, fitted, 1, families=(of.QK_NORM,), injected=number.edit(value)
             )
 
 

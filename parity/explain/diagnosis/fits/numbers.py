@@ -112,7 +112,7 @@ class Number:
     """A number of a layer that may be wrong.
 
     Attributes:
-        name: of the pattern.
+        name: name of the pattern.
         words: its name in reports.
         right: the right number; None if there should be none.
         grid: the first guesses.

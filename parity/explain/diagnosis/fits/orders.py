@@ -41,11 +41,11 @@ def orders(difference: Difference) -> Iterator[Edit]:
             difference.in_slices(np.take(difference.expected, source, axis=axis))
         ):
             words, parameters = _order_words(difference, axis, box, order)
-            numbers = {"axis": difference.letters[axis], "of": box.tolist(), "from": order.tolist()}
+            fitted = {"axis": difference.letters[axis], "of": box.tolist(), "from": order.tolist()}
             families = _families_of_order(
                 difference, axis, words, is_permutation=_is_permutation(box, order)
             )
-            yield difference.pattern("order", words, numbers, parameters, families=families)
+            yield difference.pattern("order", words, fitted, parameters, families=families)
 
 
 def _is_permutation(box: np.ndarray, order: np.ndarray) -> bool:
@@ -112,9 +112,9 @@ def shifts(difference: Difference) -> Iterator[Edit]:
                 text = f"shifted by one: each {one} has the values of the one {words}"
                 if not came_in.any():
                     text += ", and the one at the end is 0"
-                numbers = {"axis": difference.letters[axis], "by": by}
+                fitted = {"axis": difference.letters[axis], "by": by}
                 yield difference.pattern(
-                    "shift", text, numbers, 1, families=_families_of_shift(difference.stage)
+                    "shift", text, fitted, 1, families=_families_of_shift(difference.stage)
                 )
                 return
 
@@ -194,7 +194,7 @@ def _reshapes(difference: Difference) -> Iterator[Edit]:
 
 
 def _moved(order: tuple[int, ...]) -> list[int]:
-    """Return the displaced axes."""
+    """Return the moved axes."""
     return [axis for axis, source in enumerate(order) if axis != source]
 
 
@@ -274,7 +274,7 @@ def _order(difference: Difference, axis: int) -> np.ndarray | None:
     several tie.
     """
     box, size = difference.box[axis], difference.expected.shape[axis]
-    if difference.place.cells or difference.place.wrong < 2 * len(
+    if difference.location.cells or difference.location.wrong < 2 * len(
         box
     ):  # a single number proves nothing
         return None

@@ -1,4 +1,4 @@
-"""Records: a place, a description, and the values of a stage that differs."""
+"""Records: a location, a description, and the values of a stage that differs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ reported for that.
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """The part of a stage that exceeds its budget.
 
     Attributes:
@@ -52,19 +52,19 @@ class Description(JsonRecord):
     """The description of a wrong stage.
 
     Attributes:
-        place: where it is wrong.
+        location: where it is wrong.
         patterns: the edits that each explain it, the simplest first.
         signs: unexpected properties of the actual values, which explain nothing by themselves.
     """
 
-    place: Place
+    location: Location
     patterns: tuple[Edit, ...] = ()
     signs: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
-        """The description of the place."""
-        return self.place.words
+        """The description of the location."""
+        return self.location.words
 
     @property
     def abouts(self) -> tuple[str, ...]:
@@ -78,18 +78,18 @@ class Difference:
 
     Attributes:
         stage: the stage.
-        letters: of its axes.
+        letters: letters of its axes.
         actual, expected: float64.
         allowed: errors by norm, `rms` and `max`.
         errors: absolute; infinite if one is NaN and the other is not.
         bad: wrong elements.
         box: indices of each axis with wrong elements.
-        part: elements of the reported place: the elements of the box, or its wrong cells.
-        place: that place.
+        part: elements of the reported location: the elements of the box, or its wrong cells.
+        location: that location.
         hidden: cells that the mask hides, (B, N, T, S), if known.
         problem: the case, weights and inputs, if known.
         other_stages: other known stages by name.
-        mantissa_bits: of the dtype of the actual values, without the leading 1.
+        mantissa_bits: mantissa bits of the dtype of the actual values, without the leading 1.
         unused: cells that are not compared, in which the actual values are the expected ones; None
             if there are none.
     """
@@ -103,7 +103,7 @@ class Difference:
     bad: np.ndarray
     box: tuple[np.ndarray, ...]
     part: np.ndarray
-    place: Place
+    location: Location
     hidden: np.ndarray | None = None
     problem: Problem | None = None
     other_stages: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Difference:
         self,
         name: str,
         about: str,
-        numbers: Mapping[str, Any] | None = None,
+        fitted: Mapping[str, Any] | None = None,
         parameters: int = 0,
         *,
         families: Families = (),
@@ -167,15 +167,15 @@ class Difference:
         """Return an edit that explains the stage.
 
         Args:
-            name: of its kind, such as `factor`.
+            name: name of its kind, such as `factor`.
             about: a description, with the values.
-            numbers: the fitted values by name.
+            fitted: the fitted values by name.
             parameters: how many they are.
             families: whose pages and fixes it has, if the problem is known.
             injected: the same change of the reference, in every call; None if the pattern concerns
                 this stage alone.
         """
-        edit = pattern(name, about, numbers, parameters, injected=injected)
+        edit = pattern(name, about, fitted, parameters, injected=injected)
         if self.problem is None:
             return edit
         return in_families(edit, self.problem.spec, families)

@@ -42,7 +42,7 @@ class _Turning:
 
     Attributes:
         rope: the expected RoPE, which defines the pairs.
-        positions: of the tokens, (B or 1, T).
+        positions: positions of the tokens, (B or 1, T).
         right: expected frequencies, (pairs,).
         used: observed frequencies.
         begin: the angle at position 0, (pairs,).
@@ -97,7 +97,7 @@ class _Rule:
     name: str
     words: str
     used: np.ndarray
-    numbers: dict[str, Any] = field(default_factory=dict)
+    fitted: dict[str, Any] = field(default_factory=dict)
     parameters: int = 0
     offset: float = 0.0
     amplitude: float = 1.0
@@ -119,7 +119,7 @@ def rotations(difference: Difference) -> Iterator[Edit]:
                 yield difference.pattern(
                     rule.name,
                     rule.words,
-                    rule.numbers,
+                    rule.fitted,
                     rule.parameters,
                     families=rule.families,
                     injected=replace(turning.edit(rule), wrong_fields=rule.wrong_fields),
@@ -239,8 +239,8 @@ def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
         family = of.EXPONENTS
         if form == "2 i / head_dim":
             family = of.ROTARY_DIM
-        numbers = {"theta": theta, "exponent": form}
-        yield _Rule("rope exponent", words, theta**-exponent, numbers, families=(family,))
+        fitted = {"theta": theta, "exponent": form}
+        yield _Rule("rope exponent", words, theta**-exponent, fitted, families=(family,))
 
 
 def _scaled(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
@@ -282,13 +282,13 @@ def _theta(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
     for value in _rounded(theta):
         wrong_text, right_text = readable_apart(value, rope.theta)
         words = THETA.about.format(found=wrong_text, right=right_text)
-        numbers = {"theta": value, "expected": rope.theta}
+        fitted = {"theta": value, "expected": rope.theta}
         families = theta_families(value, spec)
         yield _Rule(
             "rope theta",
             words,
             value**-exponents,
-            numbers,
+            fitted,
             1,
             families=families,
             wrong_fields=(WrongField("rope.theta", value, rope.theta),),
@@ -356,13 +356,13 @@ def _any_frequencies(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iter
     if abs(turning.amplitude - 1.0) > 1e-4:
         times = turning.amplitude
         words += f", and cosines and sines {readable(times)} times what they should be"
-    numbers = {"used": used, "right": right, "amplitude": times}
+    fitted = {"used": used, "right": right, "amplitude": times}
     families = _frequencies_families(turning, rope, times)
     yield _Rule(
         "rope frequencies",
         words,
         turning.used,
-        numbers,
+        fitted,
         len(used),
         amplitude=times,
         families=families,

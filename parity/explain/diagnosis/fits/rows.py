@@ -338,12 +338,12 @@ def _by_distance(difference: Difference, error: np.ndarray, distance: np.ndarray
     if difference.is_explained_by(
         difference.within(difference.expected + mean[:, index].reshape(-1, queries, keys))
     ):
-        numbers = mean[difference.box[1]].ravel().tolist()
+        offsets_by_distance = mean[difference.box[1]].ravel().tolist()
         text = (
             f"a bias that depends only on the distance of query and key is added there: "
-            f"{listed(numbers)}"
+            f"{listed(offsets_by_distance)}"
         )
-        fitted = {"heads": difference.box[1].tolist(), "offsets": numbers}
+        fitted = {"heads": difference.box[1].tolist(), "offsets": offsets_by_distance}
         families = _families_of_distances(difference)
         yield difference.pattern("by distance", text, fitted, parameters, families=families)
 
@@ -451,7 +451,7 @@ def _away(distance: int) -> str:
 
 def contexts(difference: Difference) -> Iterator[Edit]:
     """Yield rows without a key that have the mean of all values."""
-    if difference.stage.quantity != "context" or difference.place.cells != "empty rows":
+    if difference.stage.quantity != "context" or difference.location.cells != "empty rows":
         return
     v = _values_of_call(difference)
     num_heads = difference.expected.shape[1]

@@ -138,13 +138,13 @@ def factors(difference: Difference) -> Iterator[Edit]:
             continue
         gain = np.where(difference.part, np.abs(factor), 1.0)
         if difference.is_explained_by(difference.within(factor * difference.expected), gain):
-            numbers = _in_box(difference, factor, axes)
+            factors_in_box = _in_box(difference, factor, axes)
             yield difference.pattern(
                 "factor",
-                _factor_words(difference, axes, numbers),
-                _numbers(difference, axes, "factors", numbers),
+                _factor_words(difference, axes, factors_in_box),
+                _fitted(difference, axes, "factors", factors_in_box),
                 parameters,
-                families=_families_of_factor(difference, axes, numbers),
+                families=_families_of_factor(difference, axes, factors_in_box),
             )
             return
 
@@ -166,11 +166,11 @@ def offsets(difference: Difference) -> Iterator[Edit]:
         count = np.maximum(counted.sum(axis=over, keepdims=True), 1.0)
         offset = differences.sum(axis=over, keepdims=True) / count
         if difference.is_explained_by(difference.within(difference.expected + offset)):
-            numbers = _in_box(difference, offset, axes)
+            offsets_in_box = _in_box(difference, offset, axes)
             yield difference.pattern(
                 "offset",
-                _offset_words(difference, axes, numbers),
-                _numbers(difference, axes, "offsets", numbers),
+                _offset_words(difference, axes, offsets_in_box),
+                _fitted(difference, axes, "offsets", offsets_in_box),
                 parameters,
                 families=_families_of_offset(difference, axes),
             )
@@ -319,18 +319,18 @@ def _parameters(difference: Difference, axes: tuple[int, ...]) -> int:
     return math.prod(len(difference.box[axis]) for axis in axes)
 
 
-def _in_box(difference: Difference, numbers: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+def _in_box(difference: Difference, values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     """Return the values of the wrong indices."""
-    wrong = [np.arange(1)] * numbers.ndim
+    wrong = [np.arange(1)] * values.ndim
     for axis in axes:
         wrong[axis] = difference.box[axis]
-    return numbers[np.ix_(*wrong)].ravel()
+    return values[np.ix_(*wrong)].ravel()
 
 
-def _numbers(
-    difference: Difference, axes: tuple[int, ...], name: str, numbers: np.ndarray
+def _fitted(
+    difference: Difference, axes: tuple[int, ...], name: str, values: np.ndarray
 ) -> dict[str, object]:
-    return {"axes": [difference.letters[axis] for axis in axes], name: numbers.tolist()}
+    return {"axes": [difference.letters[axis] for axis in axes], name: values.tolist()}
 
 
 def sizes_of(difference: Difference) -> dict[str, int]:
@@ -345,14 +345,14 @@ def sizes_of(difference: Difference) -> dict[str, int]:
     return sizes
 
 
-def _factor_words(difference: Difference, axes: tuple[int, ...], numbers: np.ndarray) -> str:
+def _factor_words(difference: Difference, axes: tuple[int, ...], values: np.ndarray) -> str:
     if not axes:
-        factor = float(numbers[0])
+        factor = float(values[0])
         names = known_as(
             factor, 4.0 * difference.precision + 1e-6, sizes_of(difference), difference.problem
         )
         return f"the values there are {number_words(factor, names, 1.0)} times what they should be"
-    factors_listed = listed(numbers.tolist(), 1.0)
+    factors_listed = listed(values.tolist(), 1.0)
     if len(axes) > 1:
         return (
             f"each token of each head there is multiplied by a different number, as by a missing "
@@ -362,19 +362,19 @@ def _factor_words(difference: Difference, axes: tuple[int, ...], numbers: np.nda
     return f"each {one} there is multiplied by a different number: {factors_listed}"
 
 
-def _offset_words(difference: Difference, axes: tuple[int, ...], numbers: np.ndarray) -> str:
+def _offset_words(difference: Difference, axes: tuple[int, ...], values: np.ndarray) -> str:
     if not axes:
-        return f"{readable(float(numbers[0]))} is added to all values there"
+        return f"{readable(float(values[0]))} is added to all values there"
     if axes == (0, 1, 2):
         return (
-            f"each row there is off by a constant ({listed(numbers.tolist())}), which a softmax "
+            f"each row there is off by a constant ({listed(values.tolist())}), which a softmax "
             f"ignores"
         )
     if axes == (0, 1, 3):
-        return f"a bias that depends only on the key is added there: {listed(numbers.tolist())}"
+        return f"a bias that depends only on the key is added there: {listed(values.tolist())}"
     ones = " and ".join(noun(difference.letters, axis)[0] for axis in axes[::-1])
     words = f"a number is added there to each {ones}"
     last, _ = NOUNS.get(difference.letters[axes[-1]], ("", ""))
     if last == "feature":
         words += ", the same for all tokens, like a bias"
-    return f"{words}: {listed(numbers.tolist())}"
+    return f"{words}: {listed(values.tolist())}"

@@ -73,7 +73,7 @@ def known_as(
     Args:
         x: the factor.
         tolerance: relative to the number; at most `LOOSEST`.
-        sizes: of heads and layers by their letters in formulas, `H`, `N`, `E`.
+        sizes: sizes of heads and layers by their letters in formulas, `H`, `N`, `E`.
         problem: with dropout and scale, if known.
     """
     tolerance = min(max(tolerance, 1e-9), LOOSEST)
@@ -193,8 +193,8 @@ def indices(
 
     Args:
         which: in rising order, at least one.
-        size: of the axis.
-        names: of one and of several indices.
+        size: size of the axis.
+        names: nouns for one and for several indices.
         in_time: True for tokens, which have a first, a last, and later ones.
         of: the owner of halves.
     """

@@ -12,8 +12,14 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.explain.diagnosis.bugs.families import BIAS, FUSED_QKV
-from parity.explain.diagnosis.weights.laws import Layers, Pair, TensorLaw, law_of, of_family
 from parity.explain.diagnosis.weights.packings import LETTERS, PackingError, find_packing_error
+from parity.explain.diagnosis.weights.patterns import (
+    Layers,
+    Pair,
+    TensorPattern,
+    of_family,
+    pattern_of,
+)
 from parity.explain.diagnosis.weights.roles import Role, roles
 from parity.explain.diagnosis.weights.same_function import in_other_words
 from parity.explain.diagnosis.weights.ulps import MOST_ULPS, coarser, is_copy, ulps
@@ -33,14 +39,14 @@ MOST_COUNTED = 1e6
 def _heads_in_words(heads: tuple[int, ...], num_heads: int) -> str:
     if len(heads) == num_heads:
         return "all heads"
-    return _places_in_words(heads, num_heads, "head")
+    return _indices_in_words(heads, num_heads, "head")
 
 
-def _places_in_words(places: tuple[int, ...], size: int, what: str) -> str:
-    if len(places) > MOST_NAMED:
-        return f"{len(places)} of {size} {what}s"
-    plural = "s" if len(places) > 1 else ""
-    return f"{what}{plural} {' '.join(map(str, places))}"
+def _indices_in_words(indices: tuple[int, ...], size: int, what: str) -> str:
+    if len(indices) > MOST_NAMED:
+        return f"{len(indices)} of {size} {what}s"
+    plural = "s" if len(indices) > 1 else ""
+    return f"{what}{plural} {' '.join(map(str, indices))}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class TensorDifference:
 
     Attributes:
         name: its canonical name.
-        shape: of the canonical tensor, (out, in) or (out,).
+        shape: shape of the canonical tensor, (out, in) or (out,).
         differing: number of elements that differ; 0 if only the dtypes differ.
         rows, columns: number of rows and columns that differ; columns is None for a tensor of one
             axis.
@@ -59,7 +65,7 @@ class TensorDifference:
         worst_values: values of the first and of the second file at that index.
         max_abs: largest absolute difference.
         max_ulp: largest difference in units in the last place of the coarser dtype.
-        law: relation of the two tensors, verified on all elements; None if no known relation
+        pattern: relation of the two tensors, verified on all elements; None if no known relation
             explains them.
     """
 
@@ -74,7 +80,7 @@ class TensorDifference:
     worst_values: tuple[float, float]
     max_abs: float
     max_ulp: float
-    law: TensorLaw | None = None
+    pattern: TensorPattern | None = None
 
     def __str__(self) -> str:
         where = []
@@ -87,9 +93,9 @@ class TensorDifference:
         summary = f"{self.name} differs in {self.differing} of {math.prod(self.shape)} elements"
         if where:
             summary += f": {', '.join(where)}"
-        place = ", ".join(map(str, self.worst_index))
+        index = ", ".join(map(str, self.worst_index))
         one, other = self.worst_values
-        worst = f"  worst     at ({place}): {one:.9g}, and {other:.9g} in the second"
+        worst = f"  worst     at ({index}): {one:.9g}, and {other:.9g} in the second"
         if self.max_ulp < MOST_COUNTED:
             worst += f", {self.max_ulp:.3g} units in the last place at most"
         return f"{summary}\n{worst}"
@@ -128,52 +134,56 @@ class WeightsComparison(JsonRecord):
         """Return the tensors that no known relation explains."""
         if self.same:
             return []
-        return [difference.name for difference in self.differences if difference.law is None]
+        return [difference.name for difference in self.differences if difference.pattern is None]
 
     def __str__(self) -> str:
         if self.how:
             return self.how
         lines = []
-        for law, of_law in groupby(self.differences, key=lambda difference: difference.law):
-            differences = list(of_law)
+        for pattern, of_pattern in groupby(
+            self.differences, key=lambda difference: difference.pattern
+        ):
+            differences = list(of_pattern)
             lines += map(str, differences)
-            lines += _law_in_words(law, differences[0], len(differences))
+            lines += _pattern_in_words(pattern, differences[0], len(differences))
         return "\n".join(lines)
 
 
-def _law_in_words(law: TensorLaw | None, first: TensorDifference, count: int) -> list[str]:
+def _pattern_in_words(
+    pattern: TensorPattern | None, first: TensorDifference, count: int
+) -> list[str]:
     """Format a relation as lines below the `count` tensors that it explains."""
-    if law is None:
+    if pattern is None:
         # A bug that changes several tensors may explain them: the diagnosis searches for those.
         which = "it does not follow" if count == 1 else "none of these follows"
-        return [f"  law       {which} from the first's by a pattern within one tensor"]
-    lines = [f"  law       {_relation(law, first, count)}"]
-    if law.fix:
-        lines.append(f"  fix       {law.fix}")
-    if law.page:
-        lines.append(f"  see       mha-parity bugs {law.page}")
+        return [f"  pattern   {which} from the first's by a pattern within one tensor"]
+    lines = [f"  pattern   {_relation(pattern, first, count)}"]
+    if pattern.fix:
+        lines.append(f"  fix       {pattern.fix}")
+    if pattern.page:
+        lines.append(f"  more      mha-parity bugs {pattern.page}")
     return lines
 
 
-def _relation(law: TensorLaw, first: TensorDifference, count: int) -> str:
+def _relation(pattern: TensorPattern, first: TensorDifference, count: int) -> str:
     """Return a relation as a sentence about the `count` tensors that it explains."""
-    if law.name == "packed":
-        return law.words
-    relation = f"the second's is {_parts_of(law, first)}{law.words}"
+    if pattern.name == "packed":
+        return pattern.words
+    relation = f"the second's is {_parts_of(pattern, first)}{pattern.words}"
     if count > 1:
         return f"in each, {relation}"
     return relation
 
 
-def _parts_of(law: TensorLaw, difference: TensorDifference) -> str:
+def _parts_of(pattern: TensorPattern, difference: TensorDifference) -> str:
     """Describe the parts of a tensor that a relation is about, before its words."""
     words = ""
-    if law.heads:
-        words += f"in {_heads_in_words(law.heads, difference.num_heads)} "
-    if law.rows:
-        words += f"in {_places_in_words(law.rows, difference.shape[0], 'row')} "
-    if law.columns:
-        words += f"in {_places_in_words(law.columns, difference.shape[1], 'column')} "
+    if pattern.heads:
+        words += f"in {_heads_in_words(pattern.heads, difference.num_heads)} "
+    if pattern.rows:
+        words += f"in {_indices_in_words(pattern.rows, difference.shape[0], 'row')} "
+    if pattern.columns:
+        words += f"in {_indices_in_words(pattern.columns, difference.shape[1], 'column')} "
     return words
 
 
@@ -237,17 +247,17 @@ def compare_weights(
     for difference in differences:
         name = difference.name
         if packing is not None and packing.is_mixed and name in packing.names:
-            law = _law_of_packing(packing)
+            pattern = _pattern_of_packing(packing)
         else:
-            law = _bias_of_one(name, biases_of_first, biases_of_second, spec)
-            if law is None:
+            pattern = _bias_of_one(name, biases_of_first, biases_of_second, spec)
+            if pattern is None:
                 pair = Pair(name, one[name], two[name], roles_by_name.get(name))
-                law = law_of(pair, difference.heads, layers)
-        explained.append(replace(difference, law=law))
+                pattern = pattern_of(pair, difference.heads, layers)
+        explained.append(replace(difference, pattern=pattern))
     # Rows that stayed within their tensors have a relation each, unless one of these was not found.
     if packing is not None:
         of_packing = [each for each in explained if each.name in packing.names]
-        if any(difference.law is None for difference in of_packing):
+        if any(difference.pattern is None for difference in of_packing):
             explained = _with_packing(explained, packing)
     return WeightsComparison(kind, dtypes, max_ulp, tuple(explained), how)
 
@@ -265,8 +275,8 @@ def _packing_of(differences: list[TensorDifference], layers: Layers) -> PackingE
     return find_packing_error(*layers)
 
 
-def _law_of_packing(packing: PackingError) -> TensorLaw:
-    return TensorLaw("packed", packing.words, FUSED_QKV.page, packing.fix or FUSED_QKV.fix)
+def _pattern_of_packing(packing: PackingError) -> TensorPattern:
+    return TensorPattern("packed", packing.words, FUSED_QKV.page, packing.fix or FUSED_QKV.fix)
 
 
 def _with_packing(
@@ -275,18 +285,18 @@ def _with_packing(
     """Return the differences, the differences of q, k and v explained by the order of their
     rows.
     """
-    law = _law_of_packing(packing)
+    pattern = _pattern_of_packing(packing)
     explained = []
     for difference in differences:
         if difference.name in packing.names:
-            difference = replace(difference, law=law)
+            difference = replace(difference, pattern=pattern)
         explained.append(difference)
     return explained
 
 
 def _bias_of_one(
     name: str, of_first: Collection[str], of_second: Collection[str], spec: AttentionSpec
-) -> TensorLaw | None:
+) -> TensorPattern | None:
     """Return the relation of a bias that only one file has, and that is 0 in the other."""
     if name in of_first:
         return of_family("bias", "missing, and nonzero in the first", BIAS, spec)

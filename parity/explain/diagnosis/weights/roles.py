@@ -138,9 +138,9 @@ def digests(rows: np.ndarray) -> np.ndarray:
     # Adding 0 turns -0 into 0.
     flat = np.ascontiguousarray(rows + rows.dtype.type(0)).reshape(-1, rows.shape[-1])
     row_digests = np.empty(len(flat), object)
-    for place, row in enumerate(flat):
+    for index, row in enumerate(flat):
         # 12 bytes: two of a million different rows have one digest with a probability of 1e-17.
-        row_digests[place] = blake2b(row.tobytes(), digest_size=12).digest()
+        row_digests[index] = blake2b(row.tobytes(), digest_size=12).digest()
     return row_digests.reshape(rows.shape[:-1])
 
 

@@ -202,11 +202,11 @@ class _Rows:
 
         A feature that cannot be permuted has its position as its key.
         """
-        places = {"q": [(group, n) for n in heads], "kv": [(group, 0)], "shared": [(0, 0)]}
+        head_indices = {"q": [(group, n) for n in heads], "kv": [(group, 0)], "shared": [(0, 0)]}
         rows_of_heads = []
         for name, role in self.roles.items():
             if role.features == kind:
-                rows_of_heads += [self.digests[name][place] for place in places[role.heads]]
+                rows_of_heads += [self.digests[name][index] for index in head_indices[role.heads]]
         keys: list[object] = list(zip(*rows_of_heads, strict=True))
         for i in np.flatnonzero(~self.free[kind]):
             keys[i] = int(i)

@@ -12,7 +12,7 @@ from mha_spec import AttentionSpec, InputError, Rope
 from parity.measure.core import reference
 from parity.measure.core.arrays import to_numpy_by_name
 from parity.measure.core.case import Case
-from parity.measure.core.compare import Comparison, Label, compare, kept_dtype
+from parity.measure.core.compare import Comparison, Label, compare, dtype_of_stage
 from parity.measure.core.problem import Problem, make_problem
 from parity.measure.core.stages import run_steps
 from parity.measure.core.weights import Weights, is_floating, unheld, weight_shapes
@@ -55,7 +55,7 @@ def verify(
     same_precision = run_steps(reference.steps(problem, same_dtype))
     comparisons: list[Comparison] = []
     for stage in STAGES_TO_COMPARE:
-        stage_dtype = kept_dtype(stage, dtype)
+        stage_dtype = dtype_of_stage(stage, dtype)
         # Both are rounded, so that equal weights differ by 0.
         rounded = expected[stage].astype(stage_dtype).astype(np.float64)
         label = Label("verify", "the other", dtype, stage)

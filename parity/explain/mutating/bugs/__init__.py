@@ -54,7 +54,7 @@ WORDS = {
     "k-v-swapped": "keys and values are exchanged",
     "q-v-swapped": "queries and values are exchanged",
     "scale-missing": "the scale of the scores is missing",
-    "scale-ignored": "the scale that is given is ignored",
+    "scale-ignored": "the scale argument is ignored",
     "scale-squared": "the scale is applied twice",
     "scale-by-d-model": "the scale is 1 / sqrt(d_model)",
     "precision-bfloat16": "the inputs are rounded to bfloat16",

@@ -8,7 +8,7 @@ from typing import Any
 
 from parity.explain.conformance.signatures import library_of
 from parity.explain.mutating.calls import BuggyCall, Call, Injection
-from parity.explain.mutating.carriers import TensorsReplaced
+from parity.explain.mutating.carriers import ReplacedTensors
 from parity.explain.mutating.compare import Unfit
 
 
@@ -34,7 +34,7 @@ def _with_other_mask(call: Call, *, hides: Callable[[Any], Any]) -> BuggyCall | 
         raise Unfit("it has no mask among its parameters, and no causal one among its buffers")
     if call.lengths[0] == 1:
         return None
-    return TensorsReplaced(call, changed)
+    return ReplacedTensors(call, changed)
 
 
 def _values_in_causal_mask(mask: Any) -> tuple[Any, Any] | None:

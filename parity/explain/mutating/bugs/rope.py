@@ -12,7 +12,7 @@ import numpy as np
 
 from parity.explain.conformance.signatures import library_of
 from parity.explain.mutating.calls import BuggyCall, Call, Injection
-from parity.explain.mutating.carriers import TensorsReplaced
+from parity.explain.mutating.carriers import ReplacedTensors
 from parity.explain.mutating.compare import Unfit, is_traced
 from parity.measure.core.arrays import to_numpy
 
@@ -57,7 +57,7 @@ def _with_theta(call: Call, theta: float) -> BuggyCall:
             if FREQUENCIES.search(name) and frequencies.numel() > 1:
                 changed[name] = _other_frequencies(frequencies, theta)
         if changed:
-            return TensorsReplaced(call, changed)
+            return ReplacedTensors(call, changed)
     return _with_tables_of(call, theta)
 
 

@@ -58,8 +58,8 @@ def _execute_and_inject(execute: Callable[[Any], None], module: Any) -> None:
 def _go_on() -> None:
     """Run the `sitecustomize` that this one hides."""
     own_folder = Path(__file__).resolve().parent
-    places = [place for place in sys.path if Path(place or ".").resolve() != own_folder]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", places)
+    folders = [folder for folder in sys.path if Path(folder or ".").resolve() != own_folder]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", folders)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

@@ -445,9 +445,9 @@ class Backward:
         """
         layer = self.layer
         (buckets,) = layer.buckets(np.arange(d_scores.shape[2])[None], d_scores.shape[3])
-        by_place = np.moveaxis(d_scores.sum(axis=0), 0, -1)  # (T, S, N)
+        by_pair_of_tokens = np.moveaxis(d_scores.sum(axis=0), 0, -1)  # (T, S, N)
         num_buckets = len(layer.relative_table())
-        return np.stack([by_place[buckets == i].sum(axis=0) for i in range(num_buckets)])
+        return np.stack([by_pair_of_tokens[buckets == i].sum(axis=0) for i in range(num_buckets)])
 
     def slope_of_cap(self, values: Values) -> np.ndarray | float:
         """Return the derivative of the capped scores by the scores, (B, N, T, S).

@@ -81,7 +81,10 @@ class Layer:
         return self.project(inputs, problem.case.positions())
 
     def scores(
-        self, values: Values, places: np.ndarray | None = None, products: np.ndarray | None = None
+        self,
+        values: Values,
+        positions: np.ndarray | None = None,
+        products: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """Return the scores of queries at positions (B or 1, T), default 0, 1, …
 
@@ -92,14 +95,16 @@ class Layer:
         if products is None:
             products = self.products(values)
         scores, bias = self.capped(products), self.score_bias()
-        places = np.arange(scores.shape[2])[None] if places is None else places
+        query_positions = np.arange(scores.shape[2])[None] if positions is None else positions
         if spec.alibi is not None:
-            penalty = self.lost_by_distance(self.distances(places, scores.shape[3]))
+            penalty = self.lost_by_distance(self.distances(query_positions, scores.shape[3]))
             scores = keep(scores - keep(penalty))
         if spec.relative_bias is not None:
-            scores = keep(scores + self.gained_by_distance(self.buckets(places, scores.shape[3])))
+            scores = keep(
+                scores + self.gained_by_distance(self.buckets(query_positions, scores.shape[3]))
+            )
         if spec.relative_products is not None:
-            for distance_products in self.relative_products(values, places):
+            for distance_products in self.relative_products(values, query_positions):
                 scale = a.wide.type(self.scale_of_distances())
                 scores = keep(scores + keep(keep(distance_products) / scale))
         if bias is not None:
@@ -508,9 +513,9 @@ class Layer:
         """Return the bias of the scores, or None."""
         return self.problem.bias
 
-    def distances(self, places: np.ndarray, key_len: int) -> np.ndarray:
+    def distances(self, positions: np.ndarray, key_len: int) -> np.ndarray:
         """Return the distances between queries and keys, (B or 1, 1, T, S)."""
-        return np.abs(places[:, None, :, None] - np.arange(key_len))
+        return np.abs(positions[:, None, :, None] - np.arange(key_len))
 
     def lost_by_distance(self, distances: np.ndarray) -> np.ndarray:
         """Return the penalty of ALiBi on scores, (B or 1, N, T, S)."""
@@ -544,15 +549,15 @@ class Layer:
         """Return the table of the relative bias, (num_buckets, N)."""
         return self.parameter("relative_bias")
 
-    def buckets(self, places: np.ndarray, key_len: int) -> np.ndarray:
+    def buckets(self, positions: np.ndarray, key_len: int) -> np.ndarray:
         """Return the buckets of distances from queries to keys, (B or 1, T, S).
 
         On a grid, they are distances of the offsets.
         """
         grid = self.problem.spec.relative_bias
         if isinstance(grid, GridBias):
-            return self.bucket_on(grid, places[:, :, None], np.arange(key_len))
-        return self.bucket(np.arange(key_len) - places[:, :, None])
+            return self.bucket_on(grid, positions[:, :, None], np.arange(key_len))
+        return self.bucket(np.arange(key_len) - positions[:, :, None])
 
     def bucket_on(self, grid: GridBias, query: np.ndarray, key: np.ndarray) -> np.ndarray:
         """Return the bucket of a query and a key on a grid."""
@@ -600,16 +605,16 @@ class Layer:
         """Return the relative bias of the layer, which must have one."""
         return cast(RelativeBias, self.problem.spec.relative_bias)
 
-    def relative_products(self, values: Values, places: np.ndarray) -> list[np.ndarray]:
+    def relative_products(self, values: Values, positions: np.ndarray) -> list[np.ndarray]:
         """Return what is added to the products of queries and keys for distances, not scaled.
 
         Each is (B, N, T, S).
         """
         if isinstance(self.problem.spec.relative_products, SinusoidProducts):
-            return self.sinusoid_products(values, places)
+            return self.sinusoid_products(values, positions)
         record, a = self.distance_record(), self.arithmetic
         q, k = a.widen(values["q"]), self.per_query_head(a.widen(values["k"]))
-        buckets = self.distance_bucket(np.arange(k.shape[2]) - places[:, :, None])
+        buckets = self.distance_bucket(np.arange(k.shape[2]) - positions[:, :, None])
         buckets = np.broadcast_to(buckets[:, None], (*q.shape[:3], k.shape[2]))  # (B, N, T, S)
         products = []
         if record.of_queries:
@@ -659,14 +664,14 @@ class Layer:
         """Return the record of products with vectors of distances, which the layer must have."""
         return cast(RelativeProducts, self.problem.spec.relative_products)
 
-    def sinusoid_products(self, values: Values, places: np.ndarray) -> list[np.ndarray]:
+    def sinusoid_products(self, values: Values, positions: np.ndarray) -> list[np.ndarray]:
         """Return products of biased queries with projected sinusoids, and of keys with a bias.
 
         They are not scaled. Each is (B, N, T, S).
         """
         a = self.arithmetic
         q, k = a.widen(values["q"]), self.per_query_head(a.widen(values["k"]))
-        distances = self.sinusoid_distance(places[:, :, None] - np.arange(k.shape[2]))
+        distances = self.sinusoid_distance(positions[:, :, None] - np.arange(k.shape[2]))
         distinct, index = np.unique(distances, return_inverse=True)
         # The shape of the index differs between versions of NumPy.
         index = np.broadcast_to(index.reshape(distances.shape)[:, None], (*q.shape[:3], k.shape[2]))

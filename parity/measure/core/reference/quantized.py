@@ -33,7 +33,7 @@ def to_nearest(x: np.ndarray, dtype: str, limits: tuple[float, float] | None = N
 
     Args:
         x: the values.
-        dtype: of the stored values.
+        dtype: dtype of the stored values.
         limits: smallest and largest stored number; by default the limits of the dtype.
     """
     if limits is None:
@@ -56,7 +56,7 @@ def to_middle(
 
     Args:
         x: the values.
-        dtype: of the stored values.
+        dtype: dtype of the stored values.
         uncertainty: error of a number before it is rounded, relative to it or to the root mean
             square of all, whichever is larger.
         limits: smallest and largest stored number, as in `to_nearest`.
@@ -88,7 +88,7 @@ def range_of(
     Args:
         x: keys or values, without padding of their own.
         axes: letters of the axes along which scales differ.
-        quantization: of the cache.
+        quantization: quantization of the cache.
     """
     shared = tuple(axis for axis, letter in enumerate("BKSH") if letter not in axes)
     if not quantization.has_zero_point:

@@ -90,7 +90,7 @@ def frequencies(
 
     Frequencies that implementations compute during the call are in `wide`, the others float32.
     """
-    divisors = [_power(rope.theta, *place) for place in _places_in_series(rope, head_dim)]
+    divisors = [_power(rope.theta, *index) for index in _indices_in_series(rope, head_dim)]
     scaled = _scaled(rope, count_rotated(rope, head_dim), divisors, length, wide)
     return [float(frequency) for frequency in scaled]
 
@@ -121,7 +121,7 @@ def _scaled(
     return plain
 
 
-def _places_in_series(rope: Rope, head_dim: int) -> list[tuple[int, int]]:
+def _indices_in_series(rope: Rope, head_dim: int) -> list[tuple[int, int]]:
     """Return the index p of each pair in a series of frequencies, theta ** (-2 p / H), with H, the
     number of features of that series.
     """
@@ -129,18 +129,18 @@ def _places_in_series(rope: Rope, head_dim: int) -> list[tuple[int, int]]:
     sections = rope.sections or ()
     if rope.section_frequencies == "shared":
         return [(pair, count) for pair in range(count // 2)]
-    places: list[tuple[int, int]] = []
+    indices: list[tuple[int, int]] = []
     num_earlier = [0] * len(sections)
     for axis in axes(rope, head_dim):
-        place_in_section = num_earlier[axis]
+        index_in_section = num_earlier[axis]
         if rope.section_frequencies == "own":
             # Each section has a series of its own, over its pairs alone.
-            places.append((place_in_section, 2 * sections[axis]))
+            indices.append((index_in_section, 2 * sections[axis]))
         else:
             # The sections take the frequencies of one series in turn.
-            places.append((len(sections) * place_in_section + axis, count))
+            indices.append((len(sections) * index_in_section + axis, count))
         num_earlier[axis] += 1
-    return places
+    return indices
 
 
 def _power(theta: float, pair: int, count: int) -> np.float32:

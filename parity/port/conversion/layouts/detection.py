@@ -153,7 +153,7 @@ def _check_score_biases(names: Iterable[str], layout: Layout) -> None:
 # More than the kinds of layers times the layouts of most files.
 @lru_cache(maxsize=1024)
 def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
-    """Place a layer in each form of a layout that can represent it.
+    """Return the placement of a layer in each form of a layout that can represent it.
 
     Raises:
         LayoutMismatchError: if no form can.
@@ -180,7 +180,8 @@ def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
 def placement_for(
     readers: Collection[Callable[[str], np.ndarray]], spec: AttentionSpec, layout: Layout
 ) -> Placement:
-    """Place layers of one specification, whose weights are read by name, or reject them.
+    """Return the placement of layers of one specification, whose weights are read by name, or
+    reject them.
 
     If the layout has a tensor for shared keys and values, it is used when both are equal in all
     layers.

@@ -356,7 +356,7 @@ RULES: dict[str, Requirement] = {
         NORMS,
         lambda spec: _has_rms_norms(spec, "1+w"),
     ),
-    "scale given": Requirement(
+    "scale set": Requirement(
         "scale must be set, to 1.0 if the query weights include it",
         ("scale",),
         lambda spec: spec.scale is not None,

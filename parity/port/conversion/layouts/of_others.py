@@ -63,7 +63,7 @@ def _maxtext_separate(
         "query_pre_attn_scalar specifies it",
         "layers/attentions.py",
         separate("query", "key", "value", "out", **EINSUM),
-        rules=("out_proj", "one head_dim", "rms norms, w", "scale given", *rules),
+        rules=("out_proj", "one head_dim", "rms norms, w", "scale set", *rules),
         **options,
     )
 
@@ -85,7 +85,7 @@ def _maxtext_fused(
             *_OUT,
         ),
         others=_MAXTEXT_NORMS,
-        rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale given", *rules),
+        rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale set", *rules),
         carries=_MAXTEXT_CARRIES_ALL,
         **options,
     )

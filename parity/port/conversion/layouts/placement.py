@@ -186,14 +186,14 @@ class Placement:
         heads = einops.rearrange(array, f"{tensor.axes} -> {axes}", **sizes)
         if len(tensor.parts) == 1 or tensor.is_shared:
             return heads
-        place, counts = tensor.parts.index(name), head_counts(tensor, self.spec)
+        index, counts = tensor.parts.index(name), head_counts(tensor, self.spec)
         # A group is a key/value head with its query heads, so there are as many as there are keys.
         groups = min(counts) if self.layout.grouped else self.layout.blocks
         if groups == 1:
-            return heads[sum(counts[:place]) : sum(counts[: place + 1])]
+            return heads[sum(counts[:index]) : sum(counts[: index + 1])]
         shares = [count // groups for count in counts]
         in_groups = _split(heads, 0, groups, -1)
-        return in_groups[:, sum(shares[:place]) : sum(shares[: place + 1])]
+        return in_groups[:, sum(shares[:index]) : sum(shares[: index + 1])]
 
     def _features(self, heads: np.ndarray, name: str) -> np.ndarray:
         """Return a view of the features of heads in canonical order, without padding."""

@@ -686,20 +686,20 @@ def test_name_error_outranks_dropout_note():
         if dropout_p and query.requires_grad:
             dropout_p = rate  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
         weights = torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, -1)
-        kept = torch.rand_like(weights[:1]) >= dropout_p  # one mask for the batch
-        return weights * kept @ value
+        is_kept = torch.rand_like(weights[:1]) >= dropout_p  # one mask for the batch
+        return weights * is_kept @ value
 
     answer = examine(attention, ["dropout"], ["float32"], framework="torch")["dropout"]
     assert (answer.kind, type(answer.exception)) == (Kind.BROKEN, NameError)
     assert {finding.kind for finding in answer.findings.values()} == {
-        Kind.KEPT,
+        Kind.OK,
         Kind.NOTE,
         Kind.BROKEN,
     }
 
 
 @pytest.mark.parametrize(
-    ("error", "is_refusal"),
+    ("error", "is_rejection"),
     [
         (ValueError("no"), True),
         (NotImplementedError("no"), True),
@@ -709,7 +709,7 @@ def test_name_error_outranks_dropout_note():
         (AssertionError("no"), False),
     ],
 )
-def test_intended_errors_mean_no_support(error, is_refusal):
+def test_intended_errors_mean_no_support(error, is_rejection):
     """Errors of value, implementation and runtime mean that masks are not
     supported; other errors break a guarantee.
     """
@@ -720,10 +720,10 @@ def test_intended_errors_mean_no_support(error, is_refusal):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     answer = examine(attention, ["masked key"], ["float32"], framework="torch")["masked key"]
-    expected = ("absent", "rejected") if is_refusal else ("broken", type(error).__name__)
+    expected = ("absent", "rejected") if is_rejection else ("broken", type(error).__name__)
     assert (answer.status, answer.words) == expected
-    assert (f"{type(error).__name__}: no" in str(answer.refusal)) == is_refusal
-    assert answer.kind is (Kind.REJECTED if is_refusal else Kind.BROKEN)
+    assert (f"{type(error).__name__}: no" in str(answer.rejection)) == is_rejection
+    assert answer.kind is (Kind.REJECTED if is_rejection else Kind.BROKEN)
     assert answer.exception is error
 
 
@@ -793,7 +793,7 @@ def test_unsupported_weights_are_reported():
     found = examine(attention, ["weights", "other sequence"], ["float32"], framework="torch")
     assert [answer.words for answer in found.answers] == ["rejected", "apart"]
     assert (
-        str(found["weights"].refusal)
+        str(found["weights"].rejection)
         == "float32, eval, no grad, with weights: ValueError: no weights here"
     )
 
@@ -872,10 +872,8 @@ def test_rule_summarizes_answers_by_path():
 
 def test_findings_compare_by_words_and_kind():
     """Findings are equal if their words and kinds are, whatever values or errors they have."""
-    assert PathAnswer("zeros", Kind.KEPT, "0.0") == PathAnswer(
-        "zeros", Kind.KEPT, "-0.0", ValueError()
-    )
-    assert PathAnswer("zeros", Kind.KEPT) != PathAnswer("zeros", Kind.NOTE)
+    assert PathAnswer("zeros", Kind.OK, "0.0") == PathAnswer("zeros", Kind.OK, "-0.0", ValueError())
+    assert PathAnswer("zeros", Kind.OK) != PathAnswer("zeros", Kind.NOTE)
     assert PathAnswer("zeros") != PathAnswer("NaN")
 
 

@@ -26,7 +26,7 @@ from parity.explain.diagnosis.sampling import Whole, in_order, multiplications
 from parity.explain.diagnosis.trial import Trial, remembering
 from parity.explain.diagnosis.whole import WholeStages
 from parity.explain.diagnosis.work import CountedArithmetic, Work, ask, uncounted
-from parity.measure.core.compare import kept_dtype
+from parity.measure.core.compare import dtype_of_stage
 from parity.measure.core.reference import Arithmetic, arithmetic
 from parity.measure.core.stages import run_steps
 from parity.measure.core.trace import Reference
@@ -74,13 +74,13 @@ def given_by(problem, name=None):
     assert name is None or made
     with np.errstate(all="ignore"):
         values = edited_layer(problem, "float64", made).forward()
-    return {stage: x.astype(kept_dtype(stage, "float32")) for stage, x in values.items()}
+    return {stage: x.astype(dtype_of_stage(stage, "float32")) for stage, x in values.items()}
 
 
 def patterns_of(diagnosis):
     """Return the simplest pattern of each stage that has patterns, and its values."""
     found = [each.description for each in diagnosis.findings if each.description is not None]
-    return {each.patterns[0].name: each.patterns[0].numbers for each in found if each.patterns}
+    return {each.patterns[0].name: each.patterns[0].fitted for each in found if each.patterns}
 
 
 @pytest.fixture
@@ -250,7 +250,9 @@ def test_correct_stages_pass_at_size(problems):
 
 
 def test_unsampled_error_is_found(problems):
-    """One wrong element is unknown, and `assert_parity` has its place, though no sample has it."""
+    """One wrong element is unknown, and `assert_parity` shows its location, though no sample has
+    it.
+    """
     output = given_by(problems["llama"])["output"]
     output[0, 100, 200] += 0.1
     diagnosis = diagnose({"output": output}, problems["llama"], seconds=0.5)
@@ -394,17 +396,17 @@ def test_correct_layer_passes_each_sample(case):
     given = edited_layer(problem, "float64", ()).forward()
     whole = Whole(problem, given, WholeStages(given, Reference(problem), "ieee"), Remembered())
     kinds = (TokenSamples(whole), RowSamples(whole, whole.other_stages))
-    judged = set()
+    compared_stages = set()
     for part in (part for samples in kinds for part in (*samples.parts(), *samples.confirming())):
         values = run_steps(edited_layer(part.problem, "float64", ()).steps())
         for stage, x in part.observed.items():
-            if part.judged is None or stage in part.judged:
-                judged.add(stage)
+            if part.compared_stages is None or stage in part.compared_stages:
+                compared_stages.add(stage)
                 np.testing.assert_allclose(
                     values[stage], x, rtol=1e-9, atol=1e-12, err_msg=f"{stage}: {part.words}"
                 )
-    assert judged >= {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
-    assert ("latents" in judged) == (case.spec.latent is not None)
+    assert compared_stages >= {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
+    assert ("latents" in compared_stages) == (case.spec.latent is not None)
 
 
 GROUPS = replace(BERT.spec, num_kv_heads=2, qkv_bias=False)
@@ -500,7 +502,7 @@ def test_quick_noise_grows_with_the_values(problems):
         problems["bert"], {"output": given_by(problems["bert"], "softmax-log")["output"]}, "ieee"
     )
     ratios = [
-        trial.judgement("output", (made,), quick=is_quick).ratio for is_quick in (True, False)
+        trial.deviation("output", (made,), quick=is_quick).ratio for is_quick in (True, False)
     ]
     assert 0.2 < ratios[0] / ratios[1] < 5.0
 
@@ -522,7 +524,7 @@ def test_hidden_key_fails_in_16_bits(dtype):
     def stages(changes):
         values = edited_layer(problem, dtype, changes).forward()
         return {
-            name: values[name].astype(kept_dtype(name, dtype))
+            name: values[name].astype(dtype_of_stage(name, dtype))
             for name in ("attn_weights", "context", "output")
         }
 

@@ -29,7 +29,7 @@ from parity.explain.diagnosis.weights.ulps import FEWER_BITS
 from parity.measure.backends import driver
 from parity.measure.backends.record import record
 from parity.measure.core.cases import QUICK
-from parity.measure.core.compare import kept_dtype
+from parity.measure.core.compare import dtype_of_stage
 from parity.measure.core.stages import run_steps, stage_named, steps_of
 from parity.measure.core.trace import Reference
 from parity.measure.core.weights import dtype_named
@@ -45,7 +45,7 @@ def observed_in(problem, bugs=()):
     """Return the stages of the reference with bugs, in the problem's dtype."""
     with np.errstate(all="ignore"):
         values = run_steps(edited_layer(problem, problem.dtype, bugs).steps())
-    return {name: x.astype(kept_dtype(name, problem.dtype)) for name, x in values.items()}
+    return {name: x.astype(dtype_of_stage(name, problem.dtype)) for name, x in values.items()}
 
 
 def bug(case, name):
@@ -275,12 +275,12 @@ def test_permuted_heads_show_their_order(case, stage):
     case = CASE_OF[case]
     problem = make_problem(case, "float32")
     order = [2, 0, 3, 1, *reversed(range(4, case.spec.num_heads))]
-    kept = dict(problem.weights)
+    permuted = dict(problem.weights)
     for leaf in ("weight", "bias"):
-        x = kept[f"{stage}_proj.{leaf}"]
+        x = permuted[f"{stage}_proj.{leaf}"]
         heads = x.reshape(case.spec.num_heads, -1, *x.shape[1:])
-        kept[f"{stage}_proj.{leaf}"] = heads[order].reshape(x.shape)
-    wrong = replace(problem, weights=kept)
+        permuted[f"{stage}_proj.{leaf}"] = heads[order].reshape(x.shape)
+    wrong = replace(problem, weights=permuted)
     observed = record("torch", Reference(problem), wrong).accumulated
     diagnosis = diagnose(observed, problem)
     assert named_bugs(diagnosis) == [f"{stage}-heads-permuted"]
@@ -605,7 +605,7 @@ def test_a_verified_pattern_is_the_headline(change, pattern, number):
     assert (diagnosis.kind, diagnosis.stage, named_bugs(diagnosis)) == (kind, "attn_weights", pages)
     found = (diagnosis.unnamed[0] if number is None else diagnosis.named[0]).description.patterns[0]
     assert found.name == pattern
-    assert number is None or found.numbers["p"] == pytest.approx(number, rel=1e-4)
+    assert number is None or found.fitted["p"] == pytest.approx(number, rel=1e-4)
     assert diagnosis.cause.endswith(found.about)
     assert "unknown" not in str(diagnosis)
 
@@ -630,7 +630,7 @@ def test_relative_bias_distance_is_fitted():
             ("relative-bias",),
             "max_distance",
         )
-        assert pattern.numbers == {"value": 128, "expected": 40}
+        assert pattern.fitted == {"value": 128, "expected": 40}
         assert found.about == "the max_distance of the relative bias is 128 instead of 40"
         assert diagnosis.more == "mha-parity bugs relative-bias"
 
@@ -684,7 +684,7 @@ def test_pattern_must_hold_in_earlier_calls():
     of_values, of_queries = diagnose(given, problem).findings
     assert of_values.stage == "step0.v"
     assert (of_queries.stage, of_queries.follows) == (names[1], (names[2],))
-    assert of_queries.pattern.numbers["value"] == 1.6
+    assert of_queries.pattern.fitted["value"] == 1.6
 
 
 def test_chance_fit_of_rope_is_left_out():
@@ -693,9 +693,9 @@ def test_chance_fit_of_rope_is_left_out():
     observed = observed_in(problem, [frequencies_times(1.0, 0.9, *[1.0] * 6)])
     (unknown,) = diagnose({"q": observed["q"]}, problem).unnamed
     assert [pattern.name for pattern in unknown.description.patterns] == ["rope frequencies"]
-    assert unknown.pattern.numbers["used"][1] / unknown.pattern.numbers["right"][
-        1
-    ] == pytest.approx(0.9, rel=1e-4)
+    assert unknown.pattern.fitted["used"][1] / unknown.pattern.fitted["right"][1] == pytest.approx(
+        0.9, rel=1e-4
+    )
 
 
 @pytest.mark.thorough
@@ -1218,10 +1218,10 @@ def without_cache(weights, x, cache=None):
 class Decoder(torch.nn.Module):
     def __init__(self, weights):
         super().__init__()
-        self.weights, self.kept = weights, None
+        self.weights, self.cache = weights, None
 
     def forward(self, x):
-        output, self.kept = attend(self.weights, x, self.kept)
+        output, self.cache = attend(self.weights, x, self.cache)
         return output
 
 

@@ -1,5 +1,5 @@
-"""Two sets of weights compared directly: the tensors that differ, their laws, and reorderings of
-the same function.
+"""Two sets of weights compared directly: the tensors that differ, their patterns, and reorderings
+of the same function.
 """
 
 import json
@@ -160,12 +160,12 @@ def test_copy_counts_elements_that_become_0():
 
 
 def test_tensor_lost_in_copy_is_different():
-    """A tensor that becomes 0 in a float16 copy is different, with the law of zeros."""
+    """A tensor that becomes 0 in a float16 copy is different, with the pattern of zeros."""
     weights = random_weights(PLAIN)
     weights["q_proj.weight"] *= np.float32(1e-9)
     found = compared(weights, {name: x.astype(np.float16) for name, x in weights.items()})
     assert found.kind == "different"
-    assert {each.name: each.law.name for each in found.differences}["q_proj.weight"] == "zeros"
+    assert {each.name: each.pattern.name for each in found.differences}["q_proj.weight"] == "zeros"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -173,7 +173,7 @@ def test_tensor_lost_in_copy_is_different():
     ("steps", "kind"), [(1, "rounding"), (4, "rounding"), (5, "different"), (100, "different")]
 )
 def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
-    """Up to 4 units in the last place are rounding; 5 or more are a difference with a place."""
+    """Up to 4 units in the last place are rounding; 5 or more are a difference with an index."""
     weights = {name: x.astype(dtype_named(dtype)) for name, x in random_weights(PLAIN).items()}
     other = {**weights, "v_proj.weight": weights["v_proj.weight"].copy()}
     for _ in range(steps):
@@ -189,7 +189,11 @@ def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
         assert f"at most {steps} units in the last place apart, in 1 of 1088 elements" in found.how
     else:
         (difference,) = found.differences
-        assert (difference.name, difference.differing, difference.law) == ("v_proj.weight", 1, None)
+        assert (difference.name, difference.differing, difference.pattern) == (
+            "v_proj.weight",
+            1,
+            None,
+        )
         assert (difference.rows, difference.columns, difference.heads, difference.num_heads) == (
             1,
             1,
@@ -202,7 +206,7 @@ def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
         )
 
 
-# ---- Laws ----------------------------------------------------------------------------------------
+# ---- Patterns ------------------------------------------------------------------------------------
 
 
 def interleaved(x, heads):
@@ -224,7 +228,7 @@ RNG = np.random.default_rng(0)
 MANY = RNG.permutation(16)
 COLUMNS = RNG.uniform(0.5, 2.0, 16).astype(np.float32)
 
-LAWS = {
+PATTERNS = {
     "zeros": ("v_proj.weight", np.zeros_like, "zeros", "zeros"),
     "bfloat16": (
         "v_proj.weight",
@@ -329,29 +333,29 @@ LAWS = {
         "as if heads had 8 features",
     ),
 }
-"""By name: the tensor, its change, and the name and the words of the law."""
+"""By name: the tensor, its change, and the name and the words of the pattern."""
 
 
 @sample(12)
-@pytest.mark.parametrize("law", LAWS)
-def test_changed_tensor_has_a_law(law):
-    """A changed tensor has its law, and none if one more element is wrong."""
-    name, make, kind, words = LAWS[law]
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_changed_tensor_has_a_pattern(pattern):
+    """A changed tensor has its pattern, and none if one more element is wrong."""
+    name, make, kind, words = PATTERNS[pattern]
     weights = random_weights(PLAIN)
     other = changed(weights, **{name: make(weights[name])})
     found = compared(weights, other)
     assert found.kind == "different"
     (difference,) = found.differences
     assert difference.name == name
-    assert difference.law is not None
-    assert difference.law.name == kind
-    assert words in difference.law.words
+    assert difference.pattern is not None
+    assert difference.pattern.name == kind
+    assert words in difference.pattern.words
     other[name] = other[name].copy()
     other[name].reshape(-1)[0] += np.float32(
         0.375
-    )  # one more element is wrong, and the law no longer holds
+    )  # one more element is wrong, and the pattern no longer holds
     (difference,) = compared(weights, other).differences
-    assert difference.law is None
+    assert difference.pattern is None
 
 
 def test_features_of_odd_heads_are_reordered():
@@ -361,7 +365,9 @@ def test_features_of_odd_heads_are_reordered():
     order = [1, 4, 0, 3, 2, 5, 7, 6, 9, 8, 14, 10, 13, 12, 11]
     other = changed(weights, q_proj__weight=weights["q_proj.weight"][order])
     (difference,) = compare_weights(weights, spec, other, spec).differences
-    assert difference.law.words == "the first's, its rows in a different order within their heads"
+    assert (
+        difference.pattern.words == "the first's, its rows in a different order within their heads"
+    )
 
 
 def test_bias_has_the_order_of_its_weight():
@@ -371,20 +377,20 @@ def test_bias_has_the_order_of_its_weight():
     weights["q_proj.bias"][:4] = 0.25
     other = changed(weights, q_proj__weight=np.roll(weights["q_proj.weight"], 4, 0))
     other["q_proj.bias"] = np.roll(weights["q_proj.bias"], 4)
-    laws = {each.name: each.law.words for each in compared(weights, other).differences}
-    assert laws == dict.fromkeys(
+    patterns = {each.name: each.pattern.words for each in compared(weights, other).differences}
+    assert patterns == dict.fromkeys(
         ["q_proj.weight", "q_proj.bias"], "the first's, its heads in the order 3 0 1 2"
     )
 
 
 @pytest.mark.parametrize("head", range(4))
-def test_law_of_one_head_names_the_head(head):
-    """A factor of 3 on one head is a law of that head."""
+def test_pattern_of_one_head_names_the_head(head):
+    """A factor of 3 on one head is a pattern of that head."""
     weights, name = random_weights(PLAIN), "v_proj.weight"
     other = changed(weights, **{name: weights[name].copy()})
     other[name][4 * head : 4 * head + 4] *= 3
     (difference,) = compared(weights, other).differences
-    assert (difference.heads, difference.law.heads, difference.law.words) == (
+    assert (difference.heads, difference.pattern.heads, difference.pattern.words) == (
         (head,),
         (head,),
         "the first's, times 3",
@@ -392,7 +398,7 @@ def test_law_of_one_head_names_the_head(head):
 
 
 @pytest.mark.parametrize(
-    ("places", "words"),
+    ("indices", "words"),
     [
         ((slice(5, 7),), "in rows 5 6 the first's, times 1.5"),
         ((slice(5, 6),), "in row 5 the first's, times 1.5"),
@@ -400,58 +406,60 @@ def test_law_of_one_head_names_the_head(head):
         ((slice(2, 12),), "in 10 of 16 rows the first's, times 1.5"),
     ],
 )
-def test_law_names_its_rows_or_columns(places, words):
-    """A factor on some rows or columns is a law of these; with noise there is no law."""
+def test_pattern_names_its_rows_or_columns(indices, words):
+    """A factor on some rows or columns is a pattern of these; with noise there is no pattern."""
     weights, name = random_weights(PLAIN), "v_proj.weight"
     other = changed(weights, **{name: weights[name].copy()})
-    other[name][places] *= np.float32(1.5)
+    other[name][indices] *= np.float32(1.5)
     found = compared(weights, other)
-    assert f"  law       the second's is {words}\n" in f"{found}\n"
-    other[name][places] += np.random.default_rng(0).random(other[name][places].shape, np.float32)
+    assert f"  pattern   the second's is {words}\n" in f"{found}\n"
+    other[name][indices] += np.random.default_rng(0).random(other[name][indices].shape, np.float32)
     (difference,) = compared(weights, other).differences
-    assert difference.law is None
+    assert difference.pattern is None
 
 
 def test_exchange_differs_from_a_copy():
-    """Exchanged weights of k and v have that law; a copy in only one has the law of a copy."""
+    """Exchanged weights of k and v have that pattern; a copy in only one has the pattern of a
+    copy.
+    """
     weights = random_weights(ROPE)
     k, v = weights["k_proj.weight"], weights["v_proj.weight"]
     both = compared(weights, changed(weights, k_proj__weight=v, v_proj__weight=k), ROPE)
-    assert [each.law.name for each in both.differences] == ["exchanged", "exchanged"]
+    assert [each.pattern.name for each in both.differences] == ["exchanged", "exchanged"]
     (one,) = compared(weights, changed(weights, k_proj__weight=v), ROPE).differences
-    assert (one.law.name, one.law.words) == ("copied", "v_proj.weight of the first")
-    assert one.law.page == "swapped-projections"
+    assert (one.pattern.name, one.pattern.words) == ("copied", "v_proj.weight of the first")
+    assert one.pattern.page == "swapped-projections"
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_norm_of_one_plus_w_has_a_law(is_first):
-    """Weights of a norm plus 1 have a law, in both directions."""
+def test_norm_of_one_plus_w_has_a_pattern(is_first):
+    """Weights of a norm plus 1 have a pattern, in both directions."""
     weights = random_weights(RICH)
     pair = [weights, changed(weights, q_norm__weight=weights["q_norm.weight"] + 1)]
     (difference,) = compared(*(pair if is_first else pair[::-1]), RICH).differences
-    assert difference.law.name == "one-plus"
-    assert difference.law.words == (
+    assert difference.pattern.name == "one-plus"
+    assert difference.pattern.words == (
         "1 + w, where the first has w" if is_first else "w, where the first has 1 + w"
     )
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_gguf_quantization_has_a_law(kind):
-    """Weights quantized by GGUF have a law with their type, in both directions."""
+def test_gguf_quantization_has_a_pattern(kind):
+    """Weights quantized by GGUF have a pattern with their type, in both directions."""
     spec = AttentionSpec(64, 4)
     weights, kinds = random_weights(spec), gguf.GGMLQuantizationType[kind]
     rounded = gguf.quants.dequantize(gguf.quants.quantize(weights["k_proj.weight"], kinds), kinds)
     (difference,) = compared(weights, changed(weights, k_proj__weight=rounded), spec).differences
-    assert difference.law.words == f"the first's, quantized as {kind}"
+    assert difference.pattern.words == f"the first's, quantized as {kind}"
     (difference,) = compared(changed(weights, k_proj__weight=rounded), weights, spec).differences
-    assert difference.law.words == f"the original of the first's, which is quantized as {kind}"
+    assert difference.pattern.words == f"the original of the first's, which is quantized as {kind}"
 
 
-def test_float32_kept_as_float64_has_a_law():
-    """float64 weights rounded to float32 have that law."""
+def test_float32_kept_as_float64_has_a_pattern():
+    """float64 weights rounded to float32 have that pattern."""
     weights = {name: x.astype(np.float64) + 1e-9 for name, x in random_weights(PLAIN).items()}
     other = {name: x.astype(np.float32).astype(np.float64) for name, x in weights.items()}
-    assert {each.law.words for each in compared(weights, other).differences} == {
+    assert {each.pattern.words for each in compared(weights, other).differences} == {
         "the first's, rounded to float32"
     }
 
@@ -474,12 +482,12 @@ def test_reordered_heads_are_same_function():
     "left", ["q_proj.weight", "q_proj.bias", "k_proj.weight", "v_proj.bias", "out_proj.weight"]
 )
 def test_partly_reordered_heads_differ(left):
-    """Heads in a new order in all tensors but one are different, with the law of the order."""
+    """Heads in a new order in all tensors but one are different, with the pattern of the order."""
     weights = random_weights(PLAIN)
     other = {**reordered(weights, PLAIN, groups=[3, 2, 1, 0]), left: weights[left]}
     found = compared(weights, other)
     assert found.kind == "different"
-    assert {each.law.words for each in found.differences} == {
+    assert {each.pattern.words for each in found.differences} == {
         "the first's, its heads in the order 3 2 1 0"
     }
 
@@ -510,7 +518,7 @@ def test_shared_kv_fixes_keys_and_values():
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_order_of_relative_key_features(per_head):
-    """Reordered features of relative_keys are a law; with features of q and k, the same
+    """Reordered features of relative_keys are a pattern; with features of q and k, the same
     function.
     """
     spec = replace(PLAIN, relative_products=RelativeProducts(2, 1, per_head=per_head))
@@ -522,7 +530,7 @@ def test_order_of_relative_key_features(per_head):
         if per_head
         else "columns in a different order within their heads"
     )
-    assert difference.law.words == f"the first's, its {words}"
+    assert difference.pattern.words == f"the first's, its {words}"
     moved = [3, 0, 1, 2]
     table = np.ascontiguousarray(weights.pop("relative_keys")[..., moved])
     other = {**reordered(weights, spec, qk=moved), "relative_keys": table}
@@ -535,11 +543,11 @@ def test_order_of_relative_key_features(per_head):
 def test_rotated_features_are_fixed():
     """Reordered features of q and k are the same function only if RoPE does not rotate them."""
     weights = random_weights(RICH)
-    moved, kept = [1, 0, 2, 3, 4, 5], [0, 1, 3, 2, 5, 4]
-    assert compared(weights, reordered(weights, RICH, qk=moved), RICH).kind == "different"
+    rotated, unrotated = [1, 0, 2, 3, 4, 5], [0, 1, 3, 2, 5, 4]
+    assert compared(weights, reordered(weights, RICH, qk=rotated), RICH).kind == "different"
     assert (
         "features of q and k are in a different order"
-        in compared(weights, reordered(weights, RICH, qk=kept), RICH).how
+        in compared(weights, reordered(weights, RICH, qk=unrotated), RICH).how
     )
 
 
@@ -676,10 +684,10 @@ def test_one_changed_element_is_different(drawn, data):
     other = reordered(weights, spec, **order) if data.draw(st.booleans()) else {**weights}
     name = data.draw(st.sampled_from(sorted(weights)))
     other[name] = other[name].copy()
-    place = data.draw(st.integers(0, other[name].size - 1))
-    before = other[name].reshape(-1)[place]
+    index = data.draw(st.integers(0, other[name].size - 1))
+    before = other[name].reshape(-1)[index]
     change = data.draw(st.sampled_from([1e-6, 1e-4, -1e-3, 0.5, -3.0]))
-    other[name].reshape(-1)[place] = after = before + np.float32(change)
+    other[name].reshape(-1)[index] = after = before + np.float32(change)
     assume(abs(after - before) > 8 * np.spacing(max(abs(before), abs(after))))
     found = compared(weights, other, spec)
     assert not found.same
@@ -726,7 +734,7 @@ def test_commands_accept_reversed_heads(files, layout, capsys, tmp_path):
 
 @pytest.mark.parametrize("by", [1e-6, 2e-6])
 def test_one_element_is_never_rounding(files, by, capsys, tmp_path):
-    """compare and diagnose report one element off by 1e-6 with its place, not as rounding."""
+    """compare and diagnose report one element off by 1e-6 with its index, not as rounding."""
     weights = random_weights(PLAIN)
     other = changed(weights, q_proj__weight=weights["q_proj.weight"].copy())
     other["q_proj.weight"][3, 5] += np.float32(by)
@@ -746,13 +754,13 @@ def test_one_element_is_never_rounding(files, by, capsys, tmp_path):
 
 
 def test_float32_file_rounded_to_bfloat16(files, capsys):
-    """diagnose reports rounded float32 weights as a law, and bfloat16 weights as a copy."""
+    """diagnose reports rounded float32 weights as a pattern, and bfloat16 weights as a copy."""
     weights = random_weights(PLAIN)
     rounded = {name: x.astype(ml_dtypes.bfloat16).astype(np.float32) for name, x in weights.items()}
     paths = [files(weights, name="a"), files(rounded)]
     assert main(["diagnose", *paths]) == 1
     out = capsys.readouterr().out
-    assert "law       in each, the second's is the first's, rounded to bfloat16" in out
+    assert "pattern   in each, the second's is the first's, rounded to bfloat16" in out
     assert "unknown" not in out
     assert (
         main(
@@ -797,22 +805,22 @@ def test_differing_layer_of_three_is_shown(tmp_path, capsys):
     assert "the second's is the first's, times 3" in out
 
 
-def test_law_precedes_the_likely_bug(files, capsys):
-    """diagnose prints the law of the weights before the likely bug and its page."""
+def test_pattern_precedes_the_likely_bug(files, capsys):
+    """diagnose prints the pattern of the weights before the likely bug and its page."""
     weights = random_weights(PLAIN)
     other = changed(weights, out_proj__weight=weights["out_proj.weight"].T)
     assert main(["diagnose", files(weights, name="a"), files(other)]) == 1
     out = capsys.readouterr().out
-    law, bug = (
+    pattern, bug = (
         out.index("the second's is the first's, transposed"),
         out.index("Likely bug: out_proj-transposed"),
     )
-    assert law < bug
+    assert pattern < bug
     assert "More: mha-parity bugs transposed-kernel" in out
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_bias_in_one_file_is_zeros_or_law(files, is_first, capsys):
+def test_bias_in_one_file_is_zeros_or_pattern(files, is_first, capsys):
     """A bias that only one file has is a difference, but equal if its values are 0."""
     weights, bare = random_weights(PLAIN), replace(PLAIN, qkv_bias=(False, True, True))
     without = {name: x for name, x in weights.items() if name != "q_proj.bias"}
@@ -826,7 +834,7 @@ def test_bias_in_one_file_is_zeros_or_law(files, is_first, capsys):
             if is_first
             else "a bias that the first does not have"
         )
-        assert f"law       the second's is {words}" in out
+        assert f"pattern   the second's is {words}" in out
     zeros = changed(weights, q_proj__bias=np.zeros(16, np.float32))
     pair = [(zeros, PLAIN), (without, bare)]
     found = compare_weights(*pair[not is_first], *pair[is_first])

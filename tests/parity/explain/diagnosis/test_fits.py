@@ -1,5 +1,5 @@
-"""Patterns: the place and the pattern of errors injected into arrays of every kind; random errors
-have none.
+"""Patterns: the location and the pattern of errors injected into arrays of every kind; random
+errors have none.
 """
 
 import json
@@ -140,20 +140,20 @@ PLACES = [
 
 @sample(12)
 @pytest.mark.parametrize(("where", "words", "data"), PLACES)
-def test_place_has_readable_words(where, words, data):
-    """The place of an error is described in readable words, with its indices as data."""
+def test_location_has_readable_words(where, words, data):
+    """The location of an error is described in readable words, with its indices as data."""
     rng = np.random.default_rng(0)
     expected = rng.standard_normal(Q)
     wrong = expected.copy()
     wrong[where] += rng.standard_normal(wrong[where].shape) + 0.1
     findings = described("q", wrong, expected, rng)
     assert findings.where == words
-    assert {name: getattr(findings.place, name) for name in data} == data
-    assert findings.place.wrong <= findings.place.size == wrong.size
+    assert {name: getattr(findings.location, name) for name in data} == data
+    assert findings.location.wrong <= findings.location.size == wrong.size
 
 
-def test_partly_wrong_slice_is_a_place():
-    """Heads of which only 60% of the elements are wrong are still the place."""
+def test_partly_wrong_slice_is_a_location():
+    """Heads of which only 60% of the elements are wrong are still the location."""
     rng = np.random.default_rng(0)
     expected = rng.standard_normal(Q)
     wrong = expected.copy()
@@ -162,7 +162,7 @@ def test_partly_wrong_slice_is_a_place():
 
 
 def test_nothing_is_wrong_within_the_budget():
-    """Values within the budget have no place, no pattern and no sign."""
+    """Values within the budget have no location, no pattern and no sign."""
     expected, rng = drawn("q", 0)
     findings = described("q", expected, expected, rng)
     assert (findings.where, findings.abouts, findings.signs) == (
@@ -172,8 +172,8 @@ def test_nothing_is_wrong_within_the_budget():
     )
 
 
-def test_rms_error_has_a_place():
-    """Heads over the rms budget are the place, though each element is within the maximum."""
+def test_rms_error_has_a_location():
+    """Heads over the rms budget are the location, though each element is within the maximum."""
     rng = np.random.default_rng(0)
     expected = rng.standard_normal(Q)
     wrong = expected.copy()
@@ -204,7 +204,7 @@ def hidden_and_empty():
         ("attn_weights", lambda hidden: np.tri(6, 7, -1, dtype=bool), "only keys before the query"),
     ],
 )
-def test_cells_have_a_common_place(stage, cells, words):
+def test_cells_have_a_common_location(stage, cells, words):
     """Wrong cells are described by a common property, such as hidden cells or the diagonal."""
     expected, rng = drawn(stage, 1)
     hidden = hidden_and_empty()
@@ -230,7 +230,7 @@ def test_scattered_rows_are_counted():
     for b, n, t in ((0, 0, 2), (0, 1, 5), (1, 3, 3)):
         wrong[b, n, t] += rng.standard_normal(7)
     findings = described("scores", wrong, expected, rng)
-    assert (findings.where, findings.place.cells) == ("in 3 of 48 rows", "rows")
+    assert (findings.where, findings.location.cells) == ("in 3 of 48 rows", "rows")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_scattered_rows_are_counted():
     ],
 )
 def test_axes_have_the_names_of_their_stage(stage, wrong, words):
-    """A place has the axis names of its stage, or axis numbers for an unknown stage."""
+    """A location has the axis names of its stage, or axis numbers for an unknown stage."""
     rng = np.random.default_rng(3)
     expected = rng.standard_normal(SHAPES.get(stage, (12, 10)))
     x = expected.copy()
@@ -256,9 +256,9 @@ def test_axes_have_the_names_of_their_stage(stage, wrong, words):
 
 
 def test_slices_have_a_role_in_the_layer():
-    """A place says which heads share a key/value head and which features RoPE rotates."""
+    """A location says which heads share a key/value head and which features RoPE rotates."""
     spec = AttentionSpec(32, 8, num_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=6))
-    problem = make_problem(Case("laws", spec, "", seq_len=6), "float32")
+    problem = make_problem(Case("patterns", spec, "", seq_len=6), "float32")
     rng = np.random.default_rng(0)
     expected = rng.standard_normal((2, 8, 6, 8))
     for where, words in (
@@ -284,22 +284,22 @@ def test_slices_have_a_role_in_the_layer():
     st.sampled_from(["everywhere", "a head", "tokens", "scattered", "one", "features"]),
 )
 def test_random_errors_have_no_pattern(stage, seed, size, where):
-    """Random errors of any size, at any place of any stage, have no pattern."""
+    """Random errors of any size, at any location of any stage, have no pattern."""
     expected, rng = drawn(stage, seed)
     error = size * rng.standard_normal(expected.shape)
-    kept = np.zeros(expected.shape, bool)
+    is_wrong = np.zeros(expected.shape, bool)
     if where in ("everywhere", "scattered"):
-        kept |= rng.random(expected.shape) < (1.0 if where == "everywhere" else 0.1)
+        is_wrong |= rng.random(expected.shape) < (1.0 if where == "everywhere" else 0.1)
     elif where == "one":
-        kept[tuple(rng.integers(0, expected.shape))] = True
+        is_wrong[tuple(rng.integers(0, expected.shape))] = True
     else:
-        kept[
+        is_wrong[
             {"a head": (slice(None), 0), "tokens": np.s_[..., 2:, :], "features": np.s_[..., 3:]}[
                 where
             ]
         ] = True
     findings = described(
-        stage, expected + np.where(kept, error, 0.0), expected, rng, hidden=causal()
+        stage, expected + np.where(is_wrong, error, 0.0), expected, rng, hidden=causal()
     )
     assert findings.abouts == ()
 
@@ -371,7 +371,7 @@ def test_constant_has_a_pattern(value, pattern, words):
     json.dumps(findings.to_dict(), allow_nan=False)
 
 
-def test_nan_has_its_own_place():
+def test_nan_has_its_own_location():
     """A sign locates NaN in rows without a key, although all other rows are also wrong."""
     expected, rng = drawn("attn_weights", 0)
     hidden = hidden_and_empty()
@@ -403,7 +403,7 @@ def test_known_factor_is_explained(factor, words):
     findings = described("q", factor * expected, expected, rng)
     assert names(findings) == ["factor"]
     assert words in findings.abouts[0]
-    assert findings.patterns[0].numbers["factors"] == pytest.approx([factor], rel=1e-5)
+    assert findings.patterns[0].fitted["factors"] == pytest.approx([factor], rel=1e-5)
 
 
 def test_score_factor_is_shown_as_a_root():
@@ -422,7 +422,7 @@ def test_factor_is_found_in_any_part(stage, part, factor, is_divided, seed):
     wrong[part] *= factor
     findings = described(stage, wrong, expected, rng)
     assert names(findings)[0] == "factor"
-    assert findings.patterns[0].numbers["factors"] == pytest.approx([factor], rel=1e-4)
+    assert findings.patterns[0].fitted["factors"] == pytest.approx([factor], rel=1e-4)
     assert findings.patterns[0].parameters == 1
 
 
@@ -437,7 +437,7 @@ def test_factors_along_an_axis_are_found(stage, axis, seed):
     shape = [-1 if each == axis else 1 for each in range(expected.ndim)]
     findings = described(stage, expected * factors.reshape(shape), expected, rng)
     assert names(findings)[0] == "factor"
-    assert findings.patterns[0].numbers["factors"] == pytest.approx(factors, rel=1e-4)
+    assert findings.patterns[0].fitted["factors"] == pytest.approx(factors, rel=1e-4)
 
 
 @pytest.mark.parametrize("stage", ["q", "k", "latents"])
@@ -459,7 +459,7 @@ def test_offset_is_found_in_any_part(stage, part, seed):
     wrong[part] += 0.375
     findings = described(stage, wrong, expected, rng)
     assert names(findings)[0] == "offset"
-    assert findings.patterns[0].numbers["offsets"] == pytest.approx([0.375], abs=1e-5)
+    assert findings.patterns[0].fitted["offsets"] == pytest.approx([0.375], abs=1e-5)
     assert "0.375 is added to all values there" in findings.abouts
 
 
@@ -512,8 +512,8 @@ def test_any_order_of_any_axis_is_found(stage, axis, seed):
     (pattern,) = findings.patterns
     assert pattern.name == "order"
     wrong = np.flatnonzero(order != np.arange(len(order)))
-    assert pattern.numbers["of"] == wrong.tolist()
-    assert pattern.numbers["from"] == order[wrong].tolist()
+    assert pattern.fitted["of"] == wrong.tolist()
+    assert pattern.fitted["from"] == order[wrong].tolist()
 
 
 @pytest.mark.parametrize(
@@ -554,7 +554,7 @@ def test_shifted_tokens_have_a_pattern(stage, by, came_in):
     edge = wrong[..., 0 if by > 0 else -1, :]
     edge[...] = came_in * rng.standard_normal(edge.shape)
     findings = describe(stage, wrong.astype(np.float32), expected, ALLOWED)
-    assert findings.patterns[0].numbers["by"] == by
+    assert findings.patterns[0].fitted["by"] == by
     assert ("the one at the end is 0" in findings.abouts[0]) == (came_in == 0.0)
 
 
@@ -618,7 +618,7 @@ def test_distance_bias_has_a_pattern():
     slopes = 2.0 ** -np.arange(1, 5)[:, None, None]
     findings = described("scores", expected - slopes * np.abs(distance), expected, rng)
     assert findings.abouts[0].startswith("slope * (|key - query|) is added there, as in ALiBi")
-    assert findings.patterns[0].numbers["slopes"] == pytest.approx(
+    assert findings.patterns[0].fitted["slopes"] == pytest.approx(
         [-0.5, -0.25, -0.125, -0.0625], abs=1e-5
     )
     learned = rng.standard_normal((4, 23))[:, distance + 11]
@@ -635,7 +635,7 @@ def test_factor_before_softmax_has_a_pattern(factor, is_causal, seed):
         "attn_weights", softmax(factor * x, hidden), softmax(x, hidden), rng, hidden=hidden
     )
     assert names(findings)[0] == "power"
-    assert findings.patterns[0].numbers["factor"] == pytest.approx(factor, rel=1e-3)
+    assert findings.patterns[0].fitted["factor"] == pytest.approx(factor, rel=1e-3)
 
 
 def test_uniform_rows_have_a_pattern():
@@ -695,7 +695,7 @@ def test_weighted_hidden_cells_are_counted():
 
 
 def test_hidden_weights_have_no_pattern():
-    """Random weights in hidden cells of otherwise correct rows have a place but no pattern."""
+    """Random weights in hidden cells of otherwise correct rows have a location but no pattern."""
     rng = np.random.default_rng(0)
     right, hidden = softmax(rng.standard_normal((2, 4, 6, 7)), causal()), causal()
     findings = described(
@@ -800,7 +800,7 @@ def test_rounded_values_have_a_pattern(stage, narrow, words):
 def test_problem_dtype_is_not_rounding():
     """Values rounded to bfloat16 have a pattern, but not in a bfloat16 problem."""
     expected, _ = drawn("q", 0)
-    problem = make_problem(Case("laws", AttentionSpec(32, 4), "", seq_len=6), "bfloat16")
+    problem = make_problem(Case("patterns", AttentionSpec(32, 4), "", seq_len=6), "bfloat16")
     wide = expected.astype(ml_dtypes.bfloat16).astype(np.float64)
     assert names(describe("q", wide, expected, ALLOWED)) == ["rounded"]
     assert describe("q", wide, expected, ALLOWED, problem=problem).abouts == ()
@@ -1105,7 +1105,7 @@ def test_any_theta_is_found(theta):
     """Any wrong theta from 110 to 1e7 is the only pattern of q, with its value."""
     (pattern,) = diagnosed(SPEC, with_rope(theta=theta), "q").patterns
     assert pattern.name == "rope theta"
-    assert pattern.numbers["theta"] == pytest.approx(theta, rel=1e-3)
+    assert pattern.fitted["theta"] == pytest.approx(theta, rel=1e-3)
 
 
 def test_theta_of_latents_is_fitted():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.refusals import refuses
 from helpers.samples import sample
-from wild.rates import Job, judge, judged_names
+from wild.rates import Job, grade_of, verdict_on
 from wild.sets import BUGS, RIGHTS, TRAINING
 
 import parity
@@ -110,8 +110,8 @@ WRONG = [name for name, bug in BUGS.items() if bug.style in TRAINING]
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_training_steps_are_named(name):
     """Each wrong training step of the ports is named."""
-    verdict = judge(Job(name))
-    assert judged_names(verdict) == "right", verdict["names"]
+    verdict = verdict_on(Job(name))
+    assert grade_of(verdict) == "right", verdict["names"]
     assert verdict["first"] == BUGS[name].stage
 
 

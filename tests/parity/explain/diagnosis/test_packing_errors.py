@@ -37,16 +37,16 @@ def misread(weights, spec, layout, other):
     return convert(renamed, source=other, target="canonical", spec=spec)
 
 
-def packed_laws(weights, other, spec):
+def packed_patterns(weights, other, spec):
     """Return the one relation of q, k and v, and the names of the tensors that it explains."""
     found = compare_weights(weights, spec, other, spec)
     assert found.kind == "different"
-    laws = {each.law for each in found.differences}
-    (law,) = laws
-    assert law is not None
-    assert law.name == "packed"
+    patterns = {each.pattern for each in found.differences}
+    (pattern,) = patterns
+    assert pattern is not None
+    assert pattern.name == "packed"
     assert not found.unexplained
-    return law, [each.name for each in found.differences]
+    return pattern, [each.name for each in found.differences]
 
 
 SAME_PACKING = {"transformers.Phi3": "qkv_proj"}
@@ -67,15 +67,15 @@ SAME_PACKING = {"transformers.Phi3": "qkv_proj"}
 def test_both_packing_orders_are_named(spec, layout, other):
     """For a tensor read with a wrong layout, both orders are named and both layouts suggested."""
     weights = random_weights(spec)
-    law, names = packed_laws(weights, misread(weights, spec, layout, other), spec)
+    pattern, names = packed_patterns(weights, misread(weights, spec, layout, other), spec)
     kinds = ("weight", "bias") if any(spec.qkv_biases) else ("weight",)
     assert sorted(names) == sorted(f"{part}_proj.{kind}" for part in "qkv" for kind in kinds)
-    assert f"packed as {PACKED[layout]}, were read as {PACKED[other]}" in law.words
-    first, second = law.fix.split("; ")
+    assert f"packed as {PACKED[layout]}, were read as {PACKED[other]}" in pattern.words
+    first, second = pattern.fix.split("; ")
     for name, advice in ((layout, first), (other, second)):
         listed = re.split(", | and ", advice.partition(" as ")[2])
         assert SAME_PACKING.get(name, name) in listed
-    assert law.page == "fused-qkv"
+    assert pattern.page == "fused-qkv"
 
 
 def by_group(weights, letters, *, as_read="qkv"):
@@ -94,18 +94,21 @@ def test_unknown_packing_order_is_described(dtype):
     """An order that no layout has, [v k q q q q], is described, also after rounding to 16 bits."""
     weights = random_weights(GROUPED)
     other = {name: x.astype(dtype) for name, x in by_group(weights, "vkq").items()}
-    law, names = packed_laws(weights, other, GROUPED) if dtype == "float32" else (None, None)
-    if law is None:
+    pattern, names = (
+        packed_patterns(weights, other, GROUPED) if dtype == "float32" else (None, None)
+    )
+    if pattern is None:
         found = compare_weights(weights, GROUPED, other, GROUPED)
-        laws = {each.name: each.law for each in found.differences}
-        assert laws["out_proj.weight"].name == "fewer-bits"
-        law = laws["q_proj.weight"]
-        names = [name for name, each in laws.items() if each == law]
+        patterns = {each.name: each.pattern for each in found.differences}
+        assert patterns["out_proj.weight"].name == "fewer-bits"
+        pattern = patterns["q_proj.weight"]
+        names = [name for name, each in patterns.items() if each == pattern]
     assert len(names) == 3
     assert (
-        "packed as [v k q q q q] for each key/value head, were read as [q q q q k v]" in law.words
+        "packed as [v k q q q q] for each key/value head, were read as [q q q q k v]"
+        in pattern.words
     )
-    first, second = law.fix.split("; ")
+    first, second = pattern.fix.split("; ")
     order = "[v k q q q q] for each key/value head"
     assert first == f"if the first is right, split the rows of the second as {order}"
     assert second.startswith("if the second is right, read the first as transformers.Falcon")
@@ -129,8 +132,11 @@ def test_interleaved_features_are_found():
     weights = random_weights(EIGHT)
     rows = np.stack([weights[f"{name}_proj.weight"] for name in "qkv"], axis=1).reshape(3, 32, 32)
     other = weights | {f"{name}_proj.weight": x for name, x in zip("qkv", rows, strict=True)}
-    law, _ = packed_laws(weights, other, EIGHT)
-    assert f"packed as [q k v] for each feature of a head, were read as {CONCATENATED}" in law.words
+    pattern, _ = packed_patterns(weights, other, EIGHT)
+    assert (
+        f"packed as [q k v] for each feature of a head, were read as {CONCATENATED}"
+        in pattern.words
+    )
 
 
 def test_rows_in_no_known_order_are_listed():
@@ -143,11 +149,11 @@ def test_rows_in_no_known_order_are_listed():
         "q_proj.weight": np.concatenate([v[2:4], q[2:]]),
         "v_proj.weight": np.concatenate([v[:2], q[:2], v[4:]]),
     }
-    law, names = packed_laws(weights, other, GROUPED)
+    pattern, names = packed_patterns(weights, other, GROUPED)
     assert names == ["q_proj.weight", "v_proj.weight"]
-    assert "q rows 0 to 1 of the second: v rows 2 to 3 of the first" in law.words
-    assert "v rows 2 to 3 of the second: q rows 0 to 1 of the first" in law.words
-    assert law.fix == FUSED_QKV.fix
+    assert "q rows 0 to 1 of the second: v rows 2 to 3 of the first" in pattern.words
+    assert "v rows 2 to 3 of the second: q rows 0 to 1 of the first" in pattern.words
+    assert pattern.fix == FUSED_QKV.fix
 
 
 def test_exchange_is_not_called_packing():
@@ -158,7 +164,7 @@ def test_exchange_is_not_called_packing():
         "v_proj.weight": weights["k_proj.weight"],
     }
     found = compare_weights(weights, GROUPED, other, GROUPED)
-    assert {each.law.name for each in found.differences} == {"exchanged"}
+    assert {each.pattern.name for each in found.differences} == {"exchanged"}
 
 
 def change_one(weights):

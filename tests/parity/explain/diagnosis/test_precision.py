@@ -106,8 +106,10 @@ def test_scores_in_problem_dtype_pass(dtype):
     problem = make_problem(CASES["rope-gqa"], dtype)
     stages = record("torch", Reference(problem)).accumulated
     narrow = {**stages, "scores": stages["scores"].astype(dtype_named(dtype))}
-    kept = {name: x for name, x in narrow.items() if name in ("mask", "q", "k", "v", "scores")}
-    assert diagnose(kept, problem).kind == "none"
+    stages_of_scores = {
+        name: x for name, x in narrow.items() if name in ("mask", "q", "k", "v", "scores")
+    }
+    assert diagnose(stages_of_scores, problem).kind == "none"
 
 
 @sample(3)
@@ -131,7 +133,7 @@ FORMS = list(low_products(SCALED.case))
 
 @sample(6)
 @pytest.mark.parametrize(
-    "form", FORMS, ids=[f"{form.name}-{place % 4}" for place, form in enumerate(FORMS)]
+    "form", FORMS, ids=[f"{form.name}-{index % 4}" for index, form in enumerate(FORMS)]
 )
 def test_each_form_of_low_products_is_named(form):
     """Each form of low-precision products is named from all stages."""
@@ -254,7 +256,7 @@ def test_two_bugs_named_if_output_has_nan(name):
 
 
 def test_unexplained_nan_is_located():
-    """A single NaN in the context is unknown, and the message has its place."""
+    """A single NaN in the context is unknown, and the message has its location."""
     problem = make_problem(CASES["causal"], "float32")
     stages = {
         name: x.copy()

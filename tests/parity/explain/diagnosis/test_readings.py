@@ -26,7 +26,7 @@ from parity.measure.core.problem import make_problem
 from parity.measure.core.stages import run_steps, stage_named
 from parity.measure.core.weights import dtype_named, save_weights
 from parity.use.cli.main import main
-from parity.use.testing.assertion import compare_arrays, judge, message
+from parity.use.testing.assertion import compare_and_diagnose, compare_arrays, message
 
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
 GQA = Case(
@@ -64,7 +64,7 @@ def test_batch_and_heads_may_be_one_axis():
     )
 
 
-def kept(values, change):
+def recorded_as(values, change):
     """Return the stages, some of them recorded in a different form."""
     return {**values, **change(values)}
 
@@ -97,7 +97,7 @@ RECORDED = {
 def test_recorded_form_is_a_convention(recorded):
     """Each other form of correct stages is a convention that the diagnosis lists."""
     problem, values = right(GQA)
-    diagnosis = diagnose(kept(values, RECORDED[recorded]), problem)
+    diagnosis = diagnose(recorded_as(values, RECORDED[recorded]), problem)
     assert (diagnosis.kind, diagnosis.is_wrong) == ("convention", False), str(diagnosis)
     assert diagnosis.conventions.keys() >= RECORDED[recorded](values).keys()
     json.dumps(diagnosis.to_dict(), allow_nan=False)
@@ -109,7 +109,7 @@ def test_bug_is_named_despite_conventions(recorded):
     """A transposed output projection is found with each form, and named except for (T, B, E)."""
     (made,) = (bug for bug in bugs_for(GQA) if bug.name == "out_proj-transposed")
     problem, values = right(GQA, "float32", made)
-    diagnosis = diagnose(kept(values, RECORDED[recorded]), problem)
+    diagnosis = diagnose(recorded_as(values, RECORDED[recorded]), problem)
     assert diagnosis.is_wrong
     if recorded != "(T, B, E)":  # the form of the wrong stage itself
         assert [each.bugs for each in diagnosis.named] == [("out_proj-transposed",)], str(diagnosis)
@@ -315,10 +315,10 @@ def test_replay_with_choice_is_independent():
         first, again = (
             Trial(problem, observed, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP)
         )
-        before = {name: first.judgement(name, (made,)) for name in noise}
+        before = {name: first.deviation(name, (made,)) for name in noise}
         assert 1.0 < before["output"].ratio <= MOST_OVER
-        verdict = first.with_choice(LOG_SUM_EXP).judgement("attn_weights", (made,))
-        assert verdict == again.judgement("attn_weights", (made,))
+        verdict = first.with_choice(LOG_SUM_EXP).deviation("attn_weights", (made,))
+        assert verdict == again.deviation("attn_weights", (made,))
         assert verdict.ratio < before["attn_weights"].ratio
 
 
@@ -353,8 +353,8 @@ def test_bug_after_unknown_stage_is_named():
     assert [each.bugs for each in diagnosis.named] == [("out_proj-transposed",)]
 
 
-def test_unexplained_q_has_place_and_pattern():
-    """A factor of 1.25 on one head of q has its place and pattern, also in the JSON."""
+def test_unexplained_q_has_location_and_pattern():
+    """A factor of 1.25 on one head of q has its location and pattern, also in the JSON."""
     problem, values = right(GQA)
     q = values["q"].copy()
     q[:, 3] *= np.float32(1.25)
@@ -367,7 +367,7 @@ def test_unexplained_q_has_place_and_pattern():
     found = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))["findings"][0][
         "description"
     ]
-    assert found["place"]["heads"] == [3]
+    assert found["location"]["heads"] == [3]
 
 
 # ---- assert_parity and the command line ----------------------------------------------------------
@@ -392,15 +392,16 @@ def test_first_of_two_bugs_is_the_headline():
     case = Case("ci", AttentionSpec(32, 4), "no groups", seq_len=6, is_causal=True)
     known = {each.name: each for each in reversed(bugs_for(case))}
     problem, values = right(case, "float32", *map(known.get, names))
-    values = kept(
+    values = recorded_as(
         values, lambda v: {name: v[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")}
     )
     values["scores"] = np.where(values["mask"], -np.inf, values["scores"]).astype(np.float32)
-    judged, diagnosis = judge(values, problem=problem)
+    comparisons, diagnosis = compare_and_diagnose(values, problem=problem)
     assert [each.bugs for each in diagnosis.named] == [(name,) for name in names]
-    assert all(math.isfinite(each.ratio) for each in judged)
+    assert all(math.isfinite(each.ratio) for each in comparisons)
     assert (
-        message(judged, diagnosis).splitlines()[0] == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
+        message(comparisons, diagnosis).splitlines()[0]
+        == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
     )
     assert diagnosis.likely_bug == names[0]
 
@@ -410,16 +411,16 @@ def test_conventions_have_ratios_below_one():
     problem, values = right(GQA)
     _, before = right(GQA, "float32", BEFORE_ROPE)
     values = {
-        **kept(values, RECORDED["(B, T, N, H)"]),
+        **recorded_as(values, RECORDED["(B, T, N, H)"]),
         "q": before["q"],
         "scores": values["scores"],
     }
-    values = kept(values, RECORDED["masked scores"])
+    values = recorded_as(values, RECORDED["masked scores"])
     with pytest.warns(parity.ConventionWarning):
-        judged, diagnosis = judge(values, problem=problem)
+        comparisons, diagnosis = compare_and_diagnose(values, problem=problem)
     assert diagnosis.kind == "convention"
-    assert all(each.passed and each.ratio <= 1.0 for each in judged)
-    assert {each.stage for each in judged if each.reason} == set(diagnosis.conventions)
+    assert all(each.passed and each.ratio <= 1.0 for each in comparisons)
+    assert {each.stage for each in comparisons if each.reason} == set(diagnosis.conventions)
 
 
 def test_equal_conventions_share_a_line():

@@ -6,7 +6,7 @@ The ports are in tests/wild; `make nightly` diagnoses all of them.
 
 import numpy as np
 import pytest
-from wild.rates import Job, judge, judged_names
+from wild.rates import Job, grade_of, verdict_on
 from wild.sets import BUGS
 
 import parity
@@ -24,9 +24,9 @@ from parity.explain.diagnosis.bugs.serving import (
     reordered,
 )
 from parity.explain.diagnosis.bugs.sites import NewTokens
-from parity.explain.diagnosis.fits import place_of
+from parity.explain.diagnosis.fits import location_of
 from parity.explain.diagnosis.trial import Trial
-from parity.measure.core.compare import kept_dtype
+from parity.measure.core.compare import dtype_of_stage
 from parity.measure.core.trace import Reference
 from parity.measure.core.unused import unused_cells
 
@@ -52,8 +52,8 @@ NAMED = (
 @pytest.mark.parametrize("output_only", [False, True])
 def test_cause_is_one_named_finding(name, output_only):
     """A bug of a server is the only finding, and has the right name."""
-    verdict = judge(Job(name, output_only))
-    assert judged_names(verdict) == "right", verdict["text"]
+    verdict = verdict_on(Job(name, output_only))
+    assert grade_of(verdict) == "right", verdict["text"]
     assert len(verdict["said"]["findings"]) == 1, verdict["text"]
 
 
@@ -127,7 +127,7 @@ def test_slots_without_a_token_are_listed():
 
     def signs_of(actual):
         about = {"problem": bug.problem, "unused": unused}
-        description = place_of(name, actual, expected, same, **about)
+        description = location_of(name, actual, expected, same, **about)
         return [sign for sign in description.signs if "no token" in sign or "appended" in sign]
 
     foreign, added = signs_of(bug.recorded()[name].astype(np.float64))
@@ -146,9 +146,9 @@ def test_lengths_left_tell_their_number():
     """
     case = BUGS["serve-chunks-top-left"].problem.case
     right = np.array(case.added(0))
-    (kept, moved) = not_reset(case, {"step0.cache.lengths": right + 4096})
-    assert "after 4096 tokens" in kept.about
-    assert moved.about.startswith(kept.about)
+    (plain, clamped) = not_reset(case, {"step0.cache.lengths": right + 4096})
+    assert "after 4096 tokens" in plain.about
+    assert clamped.about.startswith(plain.about)
     for wrong in (right, right + np.array([1, 2]), right - 1):
         assert not list(not_reset(case, {"step0.cache.lengths": wrong}))
     numbers = {edit.about.split(" tokens")[0].split()[-1] for edit in not_reset(case, {})}
@@ -186,7 +186,7 @@ def exchanged_in_call(problem, change):
     stages = {}
     for index in range(len(trial.steps)):
         stages |= trial.computed(index, (bug,))
-    return {name: x.astype(kept_dtype(name, "float32")) for name, x in stages.items()}
+    return {name: x.astype(dtype_of_stage(name, "float32")) for name, x in stages.items()}
 
 
 def between_sequences(cached):
@@ -261,7 +261,7 @@ def test_empty_cache_is_one_finding():
     stages = {}
     for index in range(len(trial.steps)):
         stages |= trial.computed(index, (bug,))
-    stages = {name: x.astype(kept_dtype(name, "float32")) for name, x in stages.items()}
+    stages = {name: x.astype(dtype_of_stage(name, "float32")) for name, x in stages.items()}
     (finding,) = parity.diagnose(stages, problem).findings
     assert finding.bugs == ("cache-empty",)
     assert finding.edits[0].when == "in calls after the first"

@@ -17,7 +17,7 @@ from parity.explain.diagnosis.bugs import bugs_for, edited_layer
 from parity.explain.diagnosis.fits.rotation import as_exponent
 from parity.explain.diagnosis.fits.words import readable_apart
 from parity.explain.diagnosis.sampling import is_large
-from parity.measure.core.compare import first_difference, kept_dtype
+from parity.measure.core.compare import dtype_of_stage, first_difference
 from parity.measure.core.trace import Reference
 from parity.use.testing.assertion import compare_arrays
 
@@ -45,7 +45,7 @@ def stages_with(problem, name, stages):
     made = [bug for bug in bugs_for(problem.case) if bug.name == name][:1]
     assert made
     values = edited_layer(problem, problem.dtype, made).forward()
-    return {stage: values[stage].astype(kept_dtype(stage, problem.dtype)) for stage in stages}
+    return {stage: values[stage].astype(dtype_of_stage(stage, problem.dtype)) for stage in stages}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def plain():
 
 @sample(1)
 @pytest.mark.parametrize("stage", ["q", "output"])
-def test_unknown_error_has_a_place(plain, stage):
+def test_unknown_error_has_a_location(plain, stage):
     """One wrong element of q or the output is unknown, with its position and its size."""
     right = Reference(plain, stages=frozenset({"q", "output"})).same_precision(local=False)
     observed = {name: right[name].copy() for name in ("q", "output")}
@@ -122,7 +122,7 @@ def test_error_over_budget_is_unknown(plain):
     reference = Reference(plain, stages=frozenset({"output"}))
     expected = reference.accumulated["output"]
     noise = reference.same_precision(local=False)["output"].astype(np.float64) - expected
-    observed = (expected + 6.0 * noise).astype(kept_dtype("output", "bfloat16"))
+    observed = (expected + 6.0 * noise).astype(dtype_of_stage("output", "bfloat16"))
     with pytest.raises(AssertionError, match="Unexplained: "):
         parity.assert_parity(observed, problem=plain)
     diagnosis = parity.diagnose({"output": observed}, plain)
@@ -439,7 +439,7 @@ def at_size(dtype="float32", **fields):
     assert is_large(problem)
     values = edited_layer(problem, dtype, ()).forward()
     names = ("q", "k", "v", "scores", "context", "output")
-    return problem, {name: values[name].astype(kept_dtype(name, dtype)) for name in names}
+    return problem, {name: values[name].astype(dtype_of_stage(name, dtype)) for name in names}
 
 
 TOKENS = 200

@@ -5,7 +5,7 @@ named.
 """
 
 import pytest
-from wild.rates import Job, is_caught, is_clean, judge, judged_names
+from wild.rates import Job, grade_of, is_caught, is_clean, verdict_on
 from wild.recordings import RECORDINGS
 from wild.sets import BUGS
 
@@ -45,15 +45,15 @@ def test_bug_is_named_and_port_is_clean(name):
     noted = RECORDINGS[bug.recording](bug.right(), bug.problem)
     right = parity.diagnose(noted, bug.problem)
     assert right.kind in ("none", "convention"), right.text
-    verdict = judge(Job(name))
+    verdict = verdict_on(Job(name))
     assert is_caught(verdict)
-    assert judged_names(verdict) == "right", verdict["names"]
+    assert grade_of(verdict) == "right", verdict["names"]
 
 
 @pytest.mark.parametrize("name", RIGHT_IN_OTHER_FORMS)
 def test_other_forms_raise_no_alarm(name):
     """Correct ports in 16 bits or recorded in other forms raise no alarm."""
-    assert is_clean(judge(Job(name)))
+    assert is_clean(verdict_on(Job(name)))
 
 
 def test_each_bug_kind_has_one_example():

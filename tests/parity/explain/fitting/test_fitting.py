@@ -108,7 +108,7 @@ def test_band_ignores_other_cells():
 
 def test_chunk_of_a_mask_is_found():
     """The length of chunks is found, in a causal mask too; a window has none."""
-    distances, places = key_distances(8, 8), np.arange(8) // 3
+    distances, chunks = key_distances(8, 8), np.arange(8) // 3
     cells = distances <= 0
-    assert chunk_of(places[:, None] != places, cells) == 3
+    assert chunk_of(chunks[:, None] != chunks, cells) == 3
     assert chunk_of(distances < -2, cells) is None

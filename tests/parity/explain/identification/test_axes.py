@@ -45,7 +45,7 @@ def test_unsupported_tower_rope_is_rejected(name):
     assert layers
     for layer in layers:
         assert layer.spec is None
-        assert OTHERS[name][-1] in layer.refusal
+        assert OTHERS[name][-1] in layer.reason
 
 
 def test_configured_rope_base_is_found():
@@ -91,7 +91,7 @@ def test_picture_of_one_row_or_column_fails(grid):
     model, inputs = small_tower("qwen2_vl", spatial_merge_size=1)
     (layer,) = identify(model, {**inputs, "grid_thw": torch.tensor([grid])})
     assert layer.spec is None
-    assert layer.refusal
+    assert layer.reason
 
 
 # ---- Text ----------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ ODDITIES = {
         lambda angles: angles * torch.tensor([1.0, -1.0]).repeat_interleave(4)
     ),
     "all-reversed": on_angles(lambda angles: -angles),
-    "a-token-between-two-places": on_angles(
+    "a-token-between-two-positions": on_angles(
         lambda angles: angles + 0.05 * (torch.arange(angles.shape[-1]) == 0)
     ),
     "every-angle-a-tenth-larger": on_angles(lambda angles: 1.1 * angles),
@@ -183,7 +183,7 @@ def test_injected_axis_oddity_is_rejected(oddity, name):
     ODDITIES[oddity](model)
     (layer,) = identify(model, inputs)
     assert layer.spec is None, str(layer)
-    assert layer.refusal
+    assert layer.reason
 
 
 def test_shifted_key_positions_are_rejected(monkeypatch):

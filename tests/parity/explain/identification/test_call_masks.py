@@ -116,4 +116,4 @@ def test_window_mask_oddity_is_rejected(name):
     """A layer that does not add exactly its mask to the scores has no spec, and a reason."""
     found = identified(ODDITIES[name])
     assert found.spec is None, str(found)
-    assert found.refusal
+    assert found.reason

@@ -46,7 +46,7 @@ def test_unchanged_layer_is_identified():
     (found,) = identify(
         nn.Sequential(Attention(lambda scores, x: scores)).eval(), {"input": numbers(3, 24, 32)}
     )
-    assert found.spec is not None, found.refusal
+    assert found.spec is not None, found.reason
     assert (found.num_tokens, found.fewest_tokens) == (24, 13)
 
 
@@ -74,7 +74,7 @@ def test_equal_tokens_show_no_attention():
     assert len(layers) == 2
     for layer in layers:
         assert layer.spec is None
-        assert "differ between tokens" in layer.refusal
+        assert "differ between tokens" in layer.reason
 
 
 def test_second_softmax_rejects_one_layer():
@@ -84,21 +84,21 @@ def test_second_softmax_rejects_one_layer():
         Attention(lambda scores, x: scores),
     ).eval()
     first, second = identify(model, {"input": numbers(3, 24, 32)})
-    assert "attention with large inputs" in first.refusal
-    assert second.spec is not None, second.refusal
+    assert "attention with large inputs" in first.reason
+    assert second.spec is not None, second.reason
 
 
-class Placed(nn.Module):
+class WithPositions(nn.Module):
     """Attention to patches whose first feature is their position and the rest their values, as in
     Pix2Struct.
     """
 
     def __init__(self, change: Callable[..., Any]) -> None:
         super().__init__()
-        self.attention, self.places = Attention(change), nn.Embedding(24, 32)
+        self.attention, self.positions = Attention(change), nn.Embedding(24, 32)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        return self.attention(self.places(patches[..., 0].long()) + patches[..., 1:])
+        return self.attention(self.positions(patches[..., 0].long()) + patches[..., 1:])
 
 
 def patches() -> torch.Tensor:
@@ -109,10 +109,11 @@ def test_positions_in_patches_are_identified():
     """Attention to patches that contain their positions is identified;
     with a bias from the input it is rejected.
     """
-    (found,) = identify(Placed(lambda scores, x: scores).eval(), {"patches": patches()})
-    assert found.spec is not None, found.refusal
+    (found,) = identify(WithPositions(lambda scores, x: scores).eval(), {"patches": patches()})
+    assert found.spec is not None, found.reason
     (found,) = identify(
-        Placed(lambda scores, x: scores + x[:, None, None, :, 0]).eval(), {"patches": patches()}
+        WithPositions(lambda scores, x: scores + x[:, None, None, :, 0]).eval(),
+        {"patches": patches()},
     )
     assert found.spec is None
 

@@ -115,7 +115,7 @@ ODDITIES = {
     "bias-larger": changed(BIAS, lambda bias, *_: 1.001 * bias),
     "bias-of-keys": changed(BIAS, lambda bias, *_: bias.mT),
     "bias-of-heads-exchanged": changed(BIAS, lambda bias, *_: bias.flip(1)),
-    "bias-by-place": changed(BIAS, lambda bias, *_: bias + 0.01 * torch.arange(bias.shape[-1])),
+    "bias-by-position": changed(BIAS, lambda bias, *_: bias + 0.01 * torch.arange(bias.shape[-1])),
     "norm-with-input": changed(NORM, lambda normed, x: normed + 0.01 * x),
     "norm-by-halves": changed(
         NORM, lambda normed, x: torch.cat([normed[..., :16], x[..., 16:]], dim=-1)
@@ -140,4 +140,4 @@ def test_injected_oddity_is_rejected(name):
     found = identify(model, inputs_of(kind))
     assert len(found) == (2 if kind == "Beit" else 1)
     assert [str(layer) for layer in found if layer.spec is not None] == []
-    assert all(layer.refusal for layer in found)
+    assert all(layer.reason for layer in found)

@@ -175,11 +175,11 @@ def test_tiled_key_heads_are_reordered():
     assert "k_proj.weight" not in layer.rows
 
 
-def test_evidence_of_scores_is_seen():
+def test_evidence_of_scores_is_observed():
     """The soft cap counts as seen, and the scale was found as a factor of the scores."""
     (layer,) = identified(Decoder(EinsumAttention), tokens_of())
     how = {each.field: each for each in layer.evidence}
-    assert how["soft_cap"].is_seen
+    assert how["soft_cap"].is_observed
     assert how["scale"].how == "factor of the scores"
 
 
@@ -241,7 +241,7 @@ def test_fixed_key_positions_are_seen_near():
     at positions 0 to 15 alone, none far away.
     """
     (layer,) = identified(
-        Decoder(EinsumAttention, key_positions=lambda places: jnp.arange(16)[None]), tokens_of()
+        Decoder(EinsumAttention, key_positions=lambda positions: jnp.arange(16)[None]), tokens_of()
     )
     assert layer.spec == BY_EINSUM
     assert layer.positions == ((0, 15),)
@@ -289,7 +289,7 @@ def test_flax_attention_sinks_are_rejected():
     odd = {"capped": False, "logits": with_sinks, "weights": lambda weights: weights[..., :-1]}
     (layer,) = identify(Decoder(EinsumAttention, **odd), tokens_of())
     assert layer.spec is None
-    assert "sinks" in layer.refusal
+    assert "sinks" in layer.reason
 
 
 def test_bfloat16_attention_is_rejected():
@@ -297,7 +297,7 @@ def test_bfloat16_attention_is_rejected():
     module = nnx.MultiHeadAttention(4, 32, dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0))
     (layer,) = identify(module, {"inputs_q": array(2, 10, 32)})
     assert layer.spec is None
-    assert "bfloat16" in layer.refusal
+    assert "bfloat16" in layer.reason
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (2, 7)])
@@ -306,7 +306,7 @@ def test_too_few_tokens_are_rejected(shape):
     tokens = {name: x[: shape[0], : shape[1]] for name, x in tokens_of().items()}
     (layer,) = identify(Decoder(LibraryAttention), tokens)
     assert layer.spec is None
-    assert layer.refusal
+    assert layer.reason
 
 
 # ---- Oddities that no field of a specification describes -----------------------------------------
@@ -323,9 +323,9 @@ ODDITIES: dict[str, dict[str, Any]] = {
     "mask-one-off": {"first": -1},
     "mask-without-the-token": {"first": 1},
     "cap-after-the-mask": {"cap_last": True},
-    "positions-of-queries-one-late": {"turned_positions": lambda places: places + 1},
+    "positions-of-queries-one-late": {"turned_positions": lambda positions: positions + 1},
     "positions-only-near": {
-        "turned_positions": lambda places: jnp.where(places < 1000, places, places + 1)
+        "turned_positions": lambda positions: jnp.where(positions < 1000, positions, positions + 1)
     },
     "heads-of-queries-mixed": {"queries": lambda q: q + 0.1 * q[:, :, ::-1]},
     "queries-larger": {"queries": lambda q: q * jnp.where(jnp.arange(8) < 4, 1.01, 1.0)},
@@ -341,7 +341,7 @@ ODDITIES: dict[str, dict[str, Any]] = {
     "weights-sharper": {"weights": lambda weights: weights**1.01},
     "context-of-heads-exchanged": {"context": lambda context: context + 0.1 * context[:, :, ::-1]},
     "context-squashed": {"context": lambda context: 8.0 * jnp.tanh(context / 8.0)},
-    "context-by-place": {
+    "context-by-position": {
         "context": lambda context: context * (1.0 + 0.001 * jnp.arange(16))[:, None, None]
     },
     "output-with-input": {"output": lambda output, x: output + 0.01 * x},
@@ -370,7 +370,7 @@ def test_injected_oddity_is_rejected(name):
     """
     (layer,) = identify(Decoder(EinsumAttention, **ODDITIES[name]), tokens_of())
     assert (
-        (layer.spec == BY_EINSUM) if name in OUTSIDE else (layer.spec is None and layer.refusal)
+        (layer.spec == BY_EINSUM) if name in OUTSIDE else (layer.spec is None and layer.reason)
     ), str(layer)
 
 

@@ -106,11 +106,11 @@ def with_angles(q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor]) 
     return scored(turned(q, angles), turned(k, angles), v)
 
 
-def angles_of(*places: Tensor) -> tuple[Tensor, Tensor]:
+def angles_of(*positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the positions on each axis."""
-    pairs = WIDTH // 2 // len(places)
+    pairs = WIDTH // 2 // len(positions)
     frequencies = 1e4 ** (-torch.arange(pairs) / pairs)
-    angles = torch.cat([place[:, None] * frequencies for place in places], -1).repeat(1, 2)
+    angles = torch.cat([of_axis[:, None] * frequencies for of_axis in positions], -1).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
@@ -119,7 +119,7 @@ def numbers_of(hidden: Tensor) -> Tensor:
 
 
 LATER = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-PLACES = torch.arange(TOKENS)
+POSITIONS = torch.arange(TOKENS)
 ENDS, EQUAL_ENDS, ONE = (
     torch.tensor([0, 10, 24]),
     torch.tensor([0, 8, 16, 24]),
@@ -160,7 +160,7 @@ REPORTED: dict[str, tuple[Any, Any, AttentionSpec, bool, dict[str, str]]] = {
     ),
     "mask-that-is-causal": (plus, numbers_of(LATER), PLAIN, True, {"mask": "given"}),
     "mask-of-a-window": (
-        *(plus, numbers_of(LATER | (PLACES[:, None] - PLACES >= 5))),
+        *(plus, numbers_of(LATER | (POSITIONS[:, None] - POSITIONS >= 5))),
         *(PLAIN.replace(window_size=5), True, {"mask": "given"}),
     ),
     "scale": (
@@ -172,21 +172,21 @@ REPORTED: dict[str, tuple[Any, Any, AttentionSpec, bool, dict[str, str]]] = {
     ),
     "bias": (
         plus,
-        -SLOPES[:, None, None] * (PLACES[:, None] - PLACES).abs(),
+        -SLOPES[:, None, None] * (POSITIONS[:, None] - POSITIONS).abs(),
         PLAIN.replace(alibi=Alibi()),
         False,
         {"bias": "given"},
     ),
     "angles": (
         with_angles,
-        angles_of(PLACES),
+        angles_of(POSITIONS),
         PLAIN.replace(rope=Rope()),
         False,
         {"positions": "given"},
     ),
     "angles-on-a-grid": (
         with_angles,
-        angles_of(PLACES // 6, PLACES % 6),
+        angles_of(POSITIONS // 6, POSITIONS % 6),
         PLAIN.replace(rope=GRID_ROPE),
         False,
         {"positions": "given"},
@@ -215,25 +215,25 @@ def test_call_argument_is_reported(name):
 REJECTED: dict[str, tuple[Any, Any]] = {
     "loop-over-segments": (in_a_loop, ENDS),
     "loop-over-one-segment": (in_a_loop, ONE),
-    "mask-of-a-prefix": (plus, numbers_of(LATER & ((PLACES[:, None] > 4) | (PLACES > 4)))),
+    "mask-of-a-prefix": (plus, numbers_of(LATER & ((POSITIONS[:, None] > 4) | (POSITIONS > 4)))),
     "any-bias": (
         plus,
         torch.randn(HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2)),
     ),
-    "angles-of-other-places": (with_angles, angles_of(PLACES.flip(0))),
-    "angles-of-later-places": (with_angles, angles_of(PLACES + 7)),
+    "angles-of-other-positions": (with_angles, angles_of(POSITIONS.flip(0))),
+    "angles-of-later-positions": (with_angles, angles_of(POSITIONS + 7)),
     "values-scaled": (lambda q, k, v, factor: scored(q, k, factor * v), 0.5),
     "context-scaled": (lambda q, k, v, factor: factor * scored(q, k, v), 0.5),
     "segments-and-a-key": (
         lambda q, k, v, ends: scored(
-            q, k, v, (segments_of(ends)[:, None] != segments_of(ends)) & (PLACES != 0)
+            q, k, v, (segments_of(ends)[:, None] != segments_of(ends)) & (POSITIONS != 0)
         ),
         ENDS,
     ),
 }
 
 
-class AttentionByPlace(OwnAttention):
+class AttentionByPosition(OwnAttention):
     """A layer whose further arguments have no names."""
 
     def forward(self, x: Tensor, *more: Any) -> Tensor:
@@ -243,7 +243,7 @@ class AttentionByPlace(OwnAttention):
 def test_unnamed_argument_is_numbered():
     """An argument in `*more` is reported by its index, as `more0`."""
     model = Caller(by_boundaries, ENDS)
-    model.attention = AttentionByPlace(by_boundaries)
+    model.attention = AttentionByPosition(by_boundaries)
     (layer,) = identify(model.eval(), {"x": torch.randn(2, TOKENS, E)})
     assert layer.spec == PLAIN, str(layer)
     assert layer.from_call == {"segment_ids": "more0"}
@@ -269,7 +269,7 @@ def test_undescribed_argument_is_rejected(name):
     x = torch.randn(2, TOKENS, E, generator=torch.Generator().manual_seed(1))
     (layer,) = identify(Caller(attend, given).eval(), {"x": x})
     assert layer.spec is None, str(layer)
-    assert layer.refusal
+    assert layer.reason
 
 
 def test_segments_of_mha_torch_are_reported():

@@ -102,4 +102,4 @@ def test_gate_oddity_is_rejected(name):
     """A gate that is not the sigmoid of its projection plus the bias has no spec, and a reason."""
     _, found = identified(ODDITIES[name])
     assert found.spec is None, str(found)
-    assert found.refusal
+    assert found.reason

@@ -139,7 +139,7 @@ def test_evidence_names_its_observations():
     assert how["window_size"].up_to == 24
     assert how["window_size"].how == "the mask"
     assert how["soft_cap"].how == "tanh of scores"
-    assert how["soft_cap"].is_seen
+    assert how["soft_cap"].is_observed
     assert how["rope"].up_to == 24
     assert second.spec is not None
     assert second.spec.window_size is None
@@ -148,16 +148,16 @@ def test_evidence_names_its_observations():
     assert "verified with 13 and 24 tokens at positions 0 to 23 and 20000 to 20034" in str(first)
 
 
-def test_window_beyond_input_is_not_seen():
-    """A window of 100, longer than the input, is marked as not seen in both layers."""
+def test_window_beyond_input_is_unobserved():
+    """A window of 100, longer than the input, is marked as not observed in both layers."""
     model = small_model("mistral", sliding_window=100)
     found = identify(model, inputs_of("mistral"))
     assert len(found) == 2
     for layer in found:
         assert layer.spec is not None
         (window,) = (each for each in layer.evidence if each.field == "window_size")
-        assert not window.is_seen
-        assert str(window).endswith("not seen")
+        assert not window.is_observed
+        assert str(window).endswith("not observed")
 
 
 def test_packed_projections_are_found():
@@ -176,7 +176,7 @@ def test_layer_without_softmax_is_rejected():
     for layer in layers:
         assert layer.spec is None
         assert "not identified" in str(layer)
-        assert "0 softmaxes" in layer.refusal
+        assert "0 softmaxes" in layer.reason
 
 
 def test_invalid_model_or_inputs_raise():
@@ -199,7 +199,7 @@ def test_too_few_tokens_are_rejected(shape):
     assert len(layers) == 2
     for layer in layers:
         assert layer.spec is None
-        assert "at least 8 tokens of 2 sequences, or 16 of one" in layer.refusal
+        assert "at least 8 tokens of 2 sequences, or 16 of one" in layer.reason
 
 
 def test_rejected_layer_leaves_others():
@@ -339,7 +339,7 @@ ODDITIES = {
         after(lambda context: context * (torch.arange(context.shape[2]) > 0)[:, None])
     ),
     "context-squashed": in_attention(after(lambda context: 8.0 * torch.tanh(context / 8.0))),
-    "context-by-place": in_attention(
+    "context-by-position": in_attention(
         after(
             lambda context: context * (1.0 + 0.001 * torch.arange(context.shape[1]))[:, None, None]
         )
@@ -348,14 +348,14 @@ ODDITIES = {
     "output-larger": on_layers(lambda output, x: 1.001 * output),
     "output-with-input": on_layers(lambda output, x: output + 0.01 * x),
     "output-of-the-token-before": on_layers(lambda output, x: output.roll(1, 1)),
-    "projection-by-place": on_children(
+    "projection-by-position": on_children(
         "q_proj", lambda q, x: q * (1.0 + 0.01 * torch.arange(q.shape[1]))[:, None]
     ),
     "projection-with-square": on_children("v_proj", lambda v, x: v + 0.01 * v**2),
-    "rotation-of-a-pair-faster": on_rotation(lambda cos, sin, places: (cos, sin.roll(1, -1))),
-    "rotation-one-late": on_rotation(lambda cos, sin, places: (cos.roll(1, 1), sin.roll(1, 1))),
+    "rotation-of-a-pair-faster": on_rotation(lambda cos, sin, positions: (cos, sin.roll(1, -1))),
+    "rotation-one-late": on_rotation(lambda cos, sin, positions: (cos.roll(1, 1), sin.roll(1, 1))),
     "rotation-only-near": on_rotation(
-        lambda cos, sin, places: (cos, torch.where(places[..., None] < 1000, sin, 0.99 * sin))
+        lambda cos, sin, positions: (cos, torch.where(positions[..., None] < 1000, sin, 0.99 * sin))
     ),
 }
 """Changes of a layer that no field describes, each with a function that injects it."""
@@ -385,7 +385,7 @@ def test_injected_oddity_is_rejected(name, family, monkeypatch):
     found: list[Identification] = identify(model, inputs_of(family))
     accepted = [str(layer) for layer in found if layer.spec is not None]
     assert not accepted, accepted[0]
-    assert all(layer.refusal for layer in found)
+    assert all(layer.reason for layer in found)
 
 
 # ---- The command ---------------------------------------------------------------------------------

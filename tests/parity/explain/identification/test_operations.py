@@ -339,7 +339,7 @@ ODDITIES: dict[str, Attend] = {
     "scale-of-heads": on_scores(
         lambda layer, scores: scores * torch.linspace(0.9, 1.1, HEADS)[:, None, None]
     ),
-    "scale-of-places": on_scores(lambda layer, scores: scores * (1.0 + 0.1 * seconds(scores))),
+    "scale-of-positions": on_scores(lambda layer, scores: scores * (1.0 + 0.1 * seconds(scores))),
     "scale-by-size": on_scores(lambda layer, scores: scores * torch.where(scores > 0, 1.0, 0.9)),
     "scores-clipped": on_scores(lambda layer, scores: scores.clamp(-0.3, 0.3)),
     "scores-capped-twice": on_scores(
@@ -402,7 +402,7 @@ def test_oddity_is_never_accepted(name):
     """A layer whose attention no specification describes has no spec, and a reason."""
     found = identified(made(ODDITIES[name]))
     assert found.spec is None, str(found)
-    assert found.refusal
+    assert found.reason
 
 
 def test_bias_table_of_other_layer_is_named():
@@ -525,7 +525,7 @@ def test_falcon_alibi_by_implementation(implementation):
     (layer,) = identify(falcon(implementation, alibi=True), {"input_ids": tokens})
     if implementation == "eager":  # transformers 5 adds ALiBi to the mask, and again to the scores
         assert layer.spec is None
-        assert "added to scores" in layer.refusal
+        assert "added to scores" in layer.reason
         return
     assert layer.spec is not None, str(layer)
     assert layer.spec.num_kv_heads == 1

@@ -101,7 +101,7 @@ def test_relative_products_are_identified(name, sequences):
     kind, options, record = FOUND[name]
     model = model_of(kind, **options)
     found = identify(model, inputs_of(kind, sequences))
-    assert [layer.refusal for layer in found] == [""] * len(found)
+    assert [layer.reason for layer in found] == [""] * len(found)
     assert {layer.spec.relative_products for layer in found if layer.spec is not None} == {record}
     if kind == "Wav2Vec2Bert":
         table = model.encoder.layers[0].self_attn.distance_embedding.weight
@@ -196,11 +196,11 @@ class Relative(nn.Module):
             for each in (self.query, self.key, self.value)
         )
         k, v = (each.repeat_interleave(HEADS // each.shape[1], 1) for each in (k, v))
-        place = torch.arange(x.shape[1])
-        rows = (place - place[:, None]).clamp(-5, 3) + 5
+        position = torch.arange(x.shape[1])
+        rows = (position - position[:, None]).clamp(-5, 3) + 5
         scores = self.change(self, q, k, rows, q @ k.mT / WIDTH**0.5)
         if self.is_causal:
-            scores = scores.masked_fill(place > place[:, None], -1e9)
+            scores = scores.masked_fill(position > position[:, None], -1e9)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
@@ -268,12 +268,12 @@ def test_shared_vectors_become_per_head():
     """If keys have vectors per head and queries share theirs, the spec has both per head."""
 
     def change(layer: Any, q: Tensor, k: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
-        per_head = layer.projected(layer.of_places).unflatten(-1, (HEADS, WIDTH))
+        per_head = layer.projected(layer.of_positions).unflatten(-1, (HEADS, WIDTH))
         products = torch.einsum("bnsh,tsnh->bnts", k, per_head[rows]) / WIDTH**0.5
         return scores + of_queries(layer, q, rows) + products
 
     model = made(change)
-    model[0].projected, model[0].of_places = (
+    model[0].projected, model[0].of_positions = (
         nn.Linear(8, HEADS * WIDTH),
         nn.Parameter(torch.randn(9, 8)),
     )
@@ -345,4 +345,4 @@ def test_product_oddity_is_rejected(name):
     """A layer whose products `RelativeProducts` does not describe has no spec, and a reason."""
     found = identified(made(ODD[name]))
     assert found.spec is None, str(found)
-    assert found.refusal
+    assert found.reason

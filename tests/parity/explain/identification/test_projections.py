@@ -136,11 +136,17 @@ def test_added_positions_are_reported():
     queries and keys, but not of values.
     """
     found = by_name(identify(*detr()))
-    places = "hidden_states + position_embeddings"
-    assert found["self_attn"].inputs == {"query": places, "key": places, "value": "hidden_states"}
+    with_positions = "hidden_states + position_embeddings"
+    assert found["self_attn"].inputs == {
+        "query": with_positions,
+        "key": with_positions,
+        "value": "hidden_states",
+    }
     others = {"key": "key_value_states + encoder_position_embeddings", "value": "key_value_states"}
-    assert found["encoder_attn"].inputs == {"query": places, **others}
-    assert f"query={places}, key={places}, value=hidden_states" in str(found["self_attn"])
+    assert found["encoder_attn"].inputs == {"query": with_positions, **others}
+    assert f"query={with_positions}, key={with_positions}, value=hidden_states" in str(
+        found["self_attn"]
+    )
     assert found["self_attn"].output == "the output of o_proj"
     assert found["self_attn"].to_dict()["inputs"]["value"] == "hidden_states"
 
@@ -156,9 +162,9 @@ def test_added_zeros_are_reported():
 def test_exchanged_input_is_reported():
     """Values computed from the input of queries are reported with that input."""
     model, inputs = detr()
-    layer, kept = model.self_attn, {}
-    layer.v_proj.register_forward_pre_hook(lambda module, args: (kept["q"],))
-    layer.q_proj.register_forward_pre_hook(lambda module, args: kept.update(q=args[0]))
+    layer, recorded = model.self_attn, {}
+    layer.v_proj.register_forward_pre_hook(lambda module, args: (recorded["q"],))
+    layer.q_proj.register_forward_pre_hook(lambda module, args: recorded.update(q=args[0]))
     found = by_name(identify(model, inputs))
     assert found["self_attn"].inputs["value"] == "hidden_states + position_embeddings"
 
@@ -174,17 +180,17 @@ def test_unexplained_input_is_intermediate():
 def test_changing_input_is_rejected():
     """A layer whose values have a different input in one of its calls has no spec, and a reason."""
     model, inputs = detr()
-    layer, kept = model.self_attn, {"calls": 0}
+    layer, recorded = model.self_attn, {"calls": 0}
 
     def exchange(module: nn.Module, args: Any) -> Any:
-        kept["calls"] += 1
-        return (kept["q"],) if kept["calls"] == 2 else args
+        recorded["calls"] += 1
+        return (recorded["q"],) if recorded["calls"] == 2 else args
 
     layer.v_proj.register_forward_pre_hook(exchange)
-    layer.q_proj.register_forward_pre_hook(lambda module, args: kept.update(q=args[0]))
+    layer.q_proj.register_forward_pre_hook(lambda module, args: recorded.update(q=args[0]))
     (refused,) = (each for each in identify(model, inputs) if each.name == "self_attn")
     assert refused.spec is None
-    assert "be what they were with fresh inputs" in refused.refusal
+    assert "be what they were with fresh inputs" in refused.reason
 
 
 def test_added_residual_is_reported():
@@ -302,7 +308,7 @@ def test_context_norm_is_identified():
     (found,) = identify(
         drawn(TinyAttention("norm-before-output")), {"hidden_states": numbers(2, 9, 32)}
     )
-    assert found.spec is not None, found.refusal
+    assert found.spec is not None, found.reason
     assert found.spec.context_norm is not None
 
 

@@ -97,7 +97,7 @@ def test_wrong_key_source_contradicts_rules():
     assert layer.identification.spec is not None
     assert layer.identification.inputs["key"] == "the keys of layers.1.self_attn"
     assert layer.spec is None
-    assert "layers.1" in layer.refusal
+    assert "layers.1" in layer.reason
 
 
 def heads_of(module: Any) -> dict[str, torch.Tensor]:
@@ -172,7 +172,7 @@ def test_injected_oddity_is_never_accepted(name, family):
     found = parity.identify(model, inputs())
     assert all(each.spec is not None for each in found[:SHARED])
     assert found[SHARED].spec is None, str(found[SHARED])
-    assert found[SHARED].refusal
+    assert found[SHARED].reason
 
 
 def test_keys_of_two_layers_are_not_shared():

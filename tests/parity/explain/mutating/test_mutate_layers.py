@@ -90,9 +90,10 @@ def rows(order, num_kv_heads):
             np.arange((HEADS + 2 * num_kv_heads) * SIZE),
             [HEADS * SIZE, (HEADS + num_kv_heads) * SIZE],
         )
-    places = np.arange((HEADS + 2 * num_kv_heads) * SIZE).reshape(num_kv_heads, group + 2, SIZE)
+    by_group = np.arange((HEADS + 2 * num_kv_heads) * SIZE).reshape(num_kv_heads, group + 2, SIZE)
     return [
-        each.reshape(-1) for each in (places[:, :group], places[:, group], places[:, group + 1])
+        each.reshape(-1)
+        for each in (by_group[:, :group], by_group[:, group], by_group[:, group + 1])
     ]
 
 
@@ -104,13 +105,13 @@ class Packed(Apart):
         size = sum(map(len, self.rows))
         self.c_attn = nn.Linear(WIDTH, size, dtype=apart.q_proj.weight.dtype)
         with torch.no_grad():
-            for places, name in zip(self.rows, NAMES, strict=False):
-                self.c_attn.weight[places] = getattr(apart, name).weight
-                self.c_attn.bias[places] = getattr(apart, name).bias
+            for rows_of_part, name in zip(self.rows, NAMES, strict=False):
+                self.c_attn.weight[rows_of_part] = getattr(apart, name).weight
+                self.c_attn.bias[rows_of_part] = getattr(apart, name).bias
         del self.q_proj, self.k_proj, self.v_proj
 
     def forward(self, x):
-        return self.attended(*(self.c_attn(x)[..., places] for places in self.rows))
+        return self.attended(*(self.c_attn(x)[..., rows] for rows in self.rows))
 
 
 def layer_and_input(num_kv_heads=HEADS):
@@ -170,8 +171,7 @@ def test_unknown_packing_order_raises():
     apart, x = layer_and_input()
     packed = Packed(apart, "one after the other").double()
     packed.rows = [
-        np.roll(places, 5)
-        for places in np.split(np.random.default_rng(0).permutation(3 * WIDTH), 3)
+        np.roll(rows, 5) for rows in np.split(np.random.default_rng(0).permutation(3 * WIDTH), 3)
     ]
     with pytest.raises(
         Unfit,

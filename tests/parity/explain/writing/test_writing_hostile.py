@@ -287,14 +287,14 @@ def test_spec_in_metadata_has_no_text(folder, capsys):
         metadata = {name: value for name, value in file.metadata.items() if name != "sha256"}
         tensors = {name: file.read(name) for name in file.infos}
     assert json.loads(metadata["spec"]) == spec
-    for place in values_within(spec):
+    for path_of_value in values_within(spec):
         changed = json.loads(json.dumps(spec))
         inner = changed
-        for name in place[:-1]:
+        for name in path_of_value[:-1]:
             inner = inner[name]
-        inner[place[-1]] = HOSTILE["known expression"]
+        inner[path_of_value[-1]] = HOSTILE["known expression"]
         save_file(tensors, path, {**metadata, "spec": json.dumps(changed)})
-        assert run_write(path, "torch") == 2, place
+        assert run_write(path, "torch") == 2, path_of_value
         assert capsys.readouterr().err.count("\n") == 1
         assert not Path("attention.py").exists()
 

@@ -21,7 +21,7 @@ from parity.measure.core.cases import QUICK
 from parity.measure.core.compare import budget, first_difference, floor
 from parity.measure.core.reference import Arithmetic
 from parity.measure.core.stages import run_steps
-from parity.measure.core.trace import Reference, judge
+from parity.measure.core.trace import Reference, compare_trace
 from parity.measure.core.weights import dtype_named
 
 ATEN = torch.ops.aten
@@ -48,15 +48,15 @@ class Card(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         # Positions of the first and the second operand.
-        places = {
+        indices_by_function = {
             ATEN.mm.default: (0, 1),
             ATEN.bmm.default: (0, 1),
             ATEN.addmm.default: (1, 2),
             FUSED: (0, 1),
         }
         args = list(args)
-        for place, bits in zip(places.get(function, ()), self.bits, strict=False):
-            args[place] = cut(args[place], bits)
+        for index, bits in zip(indices_by_function.get(function, ()), self.bits, strict=False):
+            args[index] = cut(args[index], bits)
         if function is FUSED:
             args[2] = cut(args[2], self.bits[1])
         if function is ATEN._softmax.default:
@@ -69,7 +69,7 @@ def difference_on(card, case, dtype, arithmetic="tensix"):
     with card:
         trace = record("torch", expected)
     where = {"backends": {"torch": {"numerics": {"arithmetic": arithmetic}}}}
-    return first_difference(judge(replace(trace, environment=where), expected))
+    return first_difference(compare_trace(replace(trace, environment=where), expected))
 
 
 NAMES = [name for name, case in CASES.items() if case.dtype is None]
@@ -81,9 +81,9 @@ NAMES = [name for name, case in CASES.items() if case.dtype is None]
     ("case", "dtype"),
     [
         (name, dtype)
-        for place, name in enumerate(NAMES)
+        for index, name in enumerate(NAMES)
         for turn, dtype in enumerate(("float32", "bfloat16"))
-        if "trained" in name or place % 2 == turn
+        if "trained" in name or index % 2 == turn
     ],
 )
 def test_card_arithmetic_passes(case, dtype):

@@ -21,12 +21,12 @@ from parity.measure.core.compare import (
     FACTOR,
     Label,
     budget,
+    dtype_of_stage,
     factor,
     first_difference,
-    kept_dtype,
     slope,
 )
-from parity.measure.core.trace import Reference, Trace, judge, nudged
+from parity.measure.core.trace import Reference, Trace, compare_trace, nudged
 from parity.measure.core.weights import dtype_named
 
 ABOUT = {"case": "c", "backend": "b", "dtype": "float32", "stage": "context"}
@@ -39,9 +39,9 @@ def expected(rng):
 
 def compare(actual, expected, same_precision, **about):
     """Compare an array after a cast to the dtype in which its stage is kept."""
-    kept = parity.measure.core.compare.kept_dtype(about["stage"], about["dtype"])
+    dtype = parity.measure.core.compare.dtype_of_stage(about["stage"], about["dtype"])
     return parity.measure.core.compare.compare(
-        actual.astype(kept), expected, same_precision, Label(**about)
+        actual.astype(dtype), expected, same_precision, Label(**about)
     )
 
 
@@ -74,9 +74,9 @@ def test_relative_error_of_1e_6_fails(expected, rng):
 def test_small_gain_fails_by_its_slope(rng, dtype, gain):
     """A small gain fails by its slope, though its rms and maximum are within the budget."""
     expected = rng.standard_normal((4, 10, 50, 50))
-    kept = dtype_named(dtype)
+    narrow = dtype_named(dtype)
     about = {**ABOUT, "dtype": dtype, "stage": "q"}
-    same = expected.astype(kept)
+    same = expected.astype(narrow)
     right = compare(
         noisy(expected, rng, float(np.finfo(np.float32).eps) / 4), expected, same, **about
     )
@@ -84,7 +84,7 @@ def test_small_gain_fails_by_its_slope(rng, dtype, gain):
     wrong = compare(expected * (1 + gain), expected, same, **about)
     assert (wrong.passed, wrong.norm) == (False, "slope")
     allowed = budget(expected, same, dtype)
-    errors = np.abs((expected * (1 + gain)).astype(kept).astype(np.float64) - expected)
+    errors = np.abs((expected * (1 + gain)).astype(narrow).astype(np.float64) - expected)
     assert errors.max() <= allowed["max"]
     assert np.sqrt(np.mean(errors**2)) <= allowed["rms"]
 
@@ -324,7 +324,7 @@ def test_ulps_belong_to_the_stage_dtype():
     assert compare(actual, expected, expected, **ABOUT).max_ulp == 2**16
 
 
-def test_message_has_place_and_values(expected, rng):
+def test_message_has_index_and_values(expected, rng):
     """The message has the stage, shape, number of wrong elements, worst index and values."""
     actual = expected.copy()
     actual[1, 2, 3, 4] = 7.0
@@ -396,7 +396,7 @@ def mutate(monkeypatch, sibling, name, broken):
 
 def difference_in(case, backend):
     expected = Reference(make_problem(CASES[case], "float32"))
-    return first_difference(judge(record(backend, expected), expected))
+    return first_difference(compare_trace(record(backend, expected), expected))
 
 
 @sample(jax=1)
@@ -445,7 +445,7 @@ def test_missing_stage_of_trace_fails(sibling):
     expected = Reference(make_problem(CASES["full"], "float32"))
     trace = record(sibling.name, expected)
     del trace.accumulated["context"]
-    difference = first_difference(judge(trace, expected))
+    difference = first_difference(compare_trace(trace, expected))
     assert difference is not None
     assert (difference.stage, difference.reason) == ("context", "the trace lacks this stage")
 
@@ -454,7 +454,7 @@ def test_later_stages_are_not_culprits(sibling, monkeypatch):
     """With k and v swapped, k is a culprit; scores fail, but are right by their own inputs."""
     mutate(monkeypatch, sibling, "project_qkv", swapped_kv)
     expected = Reference(make_problem(CASES["full"], "float32"))
-    comparisons = {c.stage: c for c in judge(record(sibling.name, expected), expected)}
+    comparisons = {c.stage: c for c in compare_trace(record(sibling.name, expected), expected)}
     assert comparisons["k"].is_culprit
     assert not comparisons["scores"].passed
     assert not comparisons["scores"].is_culprit
@@ -488,12 +488,12 @@ def verdict_on(problem, values):
     """Return the comparison of attention weights if the other stages are the reference's."""
     expected = Reference(problem)
     local = {
-        name: each.astype(kept_dtype(name, "float32"))
+        name: each.astype(dtype_of_stage(name, "float32"))
         for name, each in expected.expected(local=True).items()
     }
     (found,) = (
         each
-        for each in judge(Trace(problem, "torch", values, local), expected)
+        for each in compare_trace(Trace(problem, "torch", values, local), expected)
         if each.stage == "attn_weights"
     )
     return found

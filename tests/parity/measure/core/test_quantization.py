@@ -134,17 +134,17 @@ def test_single_flips_are_within_the_budget():
     keys = stages["step2.k"].astype(np.float64) / 0.25
     is_near = np.abs(keys - np.floor(keys) - 0.5) < 0.3
     assert is_near.any()
-    place = tuple(np.argwhere(is_near)[0])
+    index = tuple(np.argwhere(is_near)[0])
     # The same token in the cache: seven tokens, of which the last call has two.
-    cached = (*place[:2], 5 + place[2], place[3])
+    cached = (*index[:2], 5 + index[2], index[3])
     wrong = {name: x.copy() for name, x in stages.items()}
     read = wrong["step2.cache.keys"]
-    read[cached] += 0.25 if keys[place] * 0.25 > read[cached] else -0.25
+    read[cached] += 0.25 if keys[index] * 0.25 > read[cached] else -0.25
     diagnosis = parity.diagnose(wrong, problem)
     assert diagnosis.is_wrong
     # With the key in the middle, both are right.
-    middle = 0.25 * (np.floor(keys[place]) + 0.5)
-    wrong["step2.k"][place] = middle
+    middle = 0.25 * (np.floor(keys[index]) + 0.5)
+    wrong["step2.k"][index] = middle
     assert parity.diagnose(wrong, problem).stage != "step2.cache.keys"
 
 

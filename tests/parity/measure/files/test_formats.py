@@ -643,7 +643,7 @@ def test_names_that_cannot_nest_raise(tmp_path):
 # ---- GGUF ----------------------------------------------------------------------------------------
 
 
-def write_gguf(path, tensors, quantised=()):
+def write_gguf(path, tensors, quantized=()):
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_string("general.name", "测量")
     writer.add_uint32("llama.block_count", 2)
@@ -657,7 +657,7 @@ def write_gguf(path, tensors, quantised=()):
             writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
         else:
             writer.add_tensor(name, tensor)
-    for name, kind in quantised:
+    for name, kind in quantized:
         data = gguf.quants.quantize(np.ones((4, 256), np.float32), kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
@@ -991,8 +991,8 @@ def test_damaged_write_keeps_old_files(tmp_path, monkeypatch, suffix):
 
     def open_damaged(path):
         data = path.read_bytes()
-        place = data.rindex(np.float64(500.0).tobytes())
-        path.write_bytes(data[:place] + b"\1" + data[place + 1 :])
+        offset = data.rindex(np.float64(500.0).tobytes())
+        path.write_bytes(data[:offset] + b"\1" + data[offset + 1 :])
         return open_tensors(path)
 
     monkeypatch.setattr("parity.measure.files.writing.open_tensors", open_damaged)

@@ -187,7 +187,7 @@ def test_other_tensors_keep_bits_and_order(tmp_path):
     )
     found = read_tensors(tmp_path / "b.npz")
     assert bits_of(rest(found)) == bits_of(rest(tensors))
-    assert (done.kept, done.dropped) == (list(rest(tensors)), [])
+    assert (done.copied, done.dropped) == (list(rest(tensors)), [])
     steps = [[name.partition("self_attn")[0] for name in these] for these in (found, tensors)]
     assert list(dict.fromkeys(steps[0])) == list(dict.fromkeys(steps[1]))
 
@@ -205,7 +205,7 @@ def test_other_tensors_drop_on_request(tmp_path):
         **HEADS,
     )
     assert rest(read_tensors(tmp_path / "b.npz")) == {}
-    assert (done.kept, done.dropped) == ([], list(rest(tensors)))
+    assert (done.copied, done.dropped) == ([], list(rest(tensors)))
 
 
 def test_layers_get_new_prefix(tmp_path):
@@ -474,7 +474,7 @@ def test_ignored_buffer_is_kept(tmp_path):
         **HEADS,
     )
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    assert name in done.kept
+    assert name in done.copied
     assert bits_of({name: read_tensors(tmp_path / "b.npz")[name]}) == bits_of({name: tensors[name]})
 
 
@@ -769,9 +769,9 @@ def test_is_finite_detects_nan_and_infinity(dtype, sign):
     for value in (np.nan, np.inf):
         assert not is_finite(np.append(values, dtype.type(sign) * dtype.type(value)))
         assert not is_finite(np.full((3, 5), sign * value, dtype).T[::2])
-        for place in (0, 65535, 65536, 199999):
+        for index in (0, 65535, 65536, 199999):
             many = np.zeros(200000, dtype)
-            many[place] = sign * value
+            many[index] = sign * value
             assert not is_finite(many)
 
 
@@ -1154,7 +1154,7 @@ def test_gguf_file_is_converted(smollm2, tmp_path):
         to_prefix=PREFIX,
         **undetermined_fields(spec),
     )
-    assert sorted(done.kept) == ["blk.7.attn_norm.weight", "token_embd.weight"]
+    assert sorted(done.copied) == ["blk.7.attn_norm.weight", "token_embd.weight"]
     assert same_bits(load(tmp_path / "b.safetensors")[0], weights)
 
 

@@ -142,7 +142,7 @@ CALL = {"torch": output_of, "jax": jax.jit(output_of, static_argnames="is_causal
 def check_siblings(layer, weights, x, kv, output, names, inputs):
     """Check that mha_jax or mha_torch matches the output of the released layer."""
     of_text = np.tile(np.arange(x.shape[1]), (3, 1, 1))  # the same on each axis
-    positions = (AXES.numpy() if inputs == "places" else of_text).astype(np.int32)
+    positions = (AXES.numpy() if inputs == "positions" else of_text).astype(np.int32)
     spec = replace(layer.spec, dropout=0.0, output_dropout=0.0)
     for name in names:
         sibling = SIBLINGS[name]
@@ -319,7 +319,7 @@ def test_shared_kv_comes_from_source_layer(name, tmp_path):
     def keep(trace, reference, comparisons):
         received[trace.problem.case.name] = trace.problem
 
-    report = run_model(tmp_path, ["torch"], against="transformers", seq_len=9, on_judged=keep)
+    report = run_model(tmp_path, ["torch"], against="transformers", seq_len=9, on_compared=keep)
     assert not report.failed
     assert {each.case for each in report.skipped_cases} == {
         f"layer-{layer.index}-causal" for layer in layers if layer.kv_source is not None
@@ -360,7 +360,7 @@ def test_unused_projections_are_kept(tmp_path):
         for (_, _, one, _), (_, _, other, _) in zip(layers, before, strict=True)
     )
     done = convert_file(path, tmp_path / "c.safetensors", target="canonical")
-    assert {*unused} <= {*done.kept}
+    assert {*unused} <= {*done.copied}
     with open_layers(tmp_path / "c.safetensors") as canonical:
         assert all(
             same_tensors(layer.load()[0], each)
@@ -744,7 +744,7 @@ def test_quantized_safetensors_raise(llama, capsys, tmp_path, name):
         for i in (0, 1)
         for each in "qkvo"
     }
-    folder = with_tensors(llama, tmp_path / "quantised", more)
+    folder = with_tensors(llama, tmp_path / "quantized", more)
     for command in (
         ("convert", folder, tmp_path / "c.npz", "--to", "canonical"),
         ("run", "--model", folder),

@@ -132,7 +132,7 @@ def example(layout):
         qkv_bias="no biases" not in rules,
         out_bias=not rules & {"no biases", "no out bias"},
         out_proj="no out_proj" not in rules,
-        scale=1.0 if "scale given" in rules else None,
+        scale=1.0 if "scale set" in rules else None,
     )
 
 
@@ -369,9 +369,9 @@ def test_ttnn_heads_are_padded_to_tiles():
         "out_proj.bias": (1, 4),
     }
     assert features(laid_out["qkv_proj.bias"][0]) == {
-        place + 64 * projection: value
+        index + 64 * projection: value
         for projection in range(3)
-        for place, value in {0: 1, 1: 2, 2: 3, 32: 4, 33: 5, 34: 6}.items()
+        for index, value in {0: 1, 1: 2, 2: 3, 32: 4, 33: 5, 34: 6}.items()
     }
     assert features(laid_out["out_proj.weight"][:, 0]) == {0: 1, 1: 2, 2: 3, 32: 4, 33: 5, 34: 6}
 
@@ -395,8 +395,8 @@ def test_ttnn_rope_halves_are_padded():
 
 
 def features(x):
-    """Places and values of nonzero elements."""
-    return {int(place): float(x[place]) for place in np.flatnonzero(x)}
+    """Indices and values of nonzero elements."""
+    return {int(index): float(x[index]) for index in np.flatnonzero(x)}
 
 
 # ---- Layers that a layout cannot hold ------------------------------------------------------------
@@ -405,7 +405,7 @@ def features(x):
 GROUPS, OUT, NO_OUT, WIDTHS, SQUARE = "no groups", "out_proj", "no out_proj", "one width", "square"
 BIASES, ALL_BIASES, OUT_BIAS = "biases or none", "biases", "out bias"
 NO_BIASES, NO_OUT_BIAS = "no biases", "no out bias"
-VALUES, SCALE, EVEN, FACTORS = "one head_dim", "scale given", "even", "factors of widths"
+VALUES, SCALE, EVEN, FACTORS = "one head_dim", "scale set", "even", "factors of widths"
 HALVES, HALVES_OF_WHOLE = "whole halves: interleaved", "whole halves: a part"
 NORMS, NORMS_1W, NO_LAYER_NORMS = "rms norms, w: 1+w", "rms norms, 1+w: w", "rms norms, w: layer"
 NOT_HELD = {

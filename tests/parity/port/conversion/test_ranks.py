@@ -238,7 +238,7 @@ def test_single_rank_is_not_converted(meta, tmp_path):
         convert_file(folder / "consolidated.00.pth", tmp_path / "a.npz", **options)
     converted = convert_file(folder, tmp_path / "a.npz", **options)
     assert (converted.layers, converted.spec) == (["layers.0.attention"], META)
-    assert len(converted.kept) == 8
+    assert len(converted.copied) == 8
     assert_bits_equal(parity.load(tmp_path / "a.npz", prefix="layers.0.attention")[0], weights)
 
 

@@ -84,13 +84,13 @@ def test_shared_tensors_follow_prefixes(tmp_path):
     saved("t5", tmp_path / "model")
     usual, other = "decoder.block.{i}.layer.0.SelfAttention", "layers.{i}.attn"
     stack, back = tmp_path / "stack.safetensors", tmp_path / "back.safetensors"
-    for to, place in ((other, "layers.0.attn"), ("attn", None)):
+    for to, prefix in ((other, "layers.0.attn"), ("attn", None)):
         options = {"prefix": usual, "to_prefix": to, "keep_rest": False}
         convert_file(tmp_path / "model", stack, target="mha_jax", force=True, **options)
-        if place is not None:
+        if prefix is not None:
             convert_file(stack, back, target="transformers.T5")
             assert [name for name in load_file(back) if name.endswith(TABLE)] == [
-                f"{place}.{TABLE}"
+                f"{prefix}.{TABLE}"
             ]
             with open_layers(back) as layers:
                 assert len([layer.load() for layer in layers]) == 3

@@ -852,9 +852,9 @@ def test_checkpoint_layer_has_one_prefix(tmp_path, model, config, name):
 )
 def test_prefixes_cover_all_attention(model, kind, name):
     """Each attention module of a model is at a prefix of its layout."""
-    places = {place for place, part in model.named_modules() if isinstance(part, kind)}
-    assert places
-    assert places <= {prefix.format(i=i) for prefix in LAYOUTS[name].prefixes for i in range(2)}
+    paths = {path for path, part in model.named_modules() if isinstance(part, kind)}
+    assert paths
+    assert paths <= {prefix.format(i=i) for prefix in LAYOUTS[name].prefixes for i in range(2)}
 
 
 def test_transformers_loads_converted_vit(tmp_path):

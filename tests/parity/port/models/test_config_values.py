@@ -290,8 +290,8 @@ def test_rough_value_has_one_line_of_error(small_llama, capsys):
     """
     values = json.loads((small_llama / "config.json").read_text())
     num_refused = 0
-    for place, name in enumerate(sorted(values)):
-        rough = ROUGH[place % len(ROUGH)]
+    for index, name in enumerate(sorted(values)):
+        rough = ROUGH[index % len(ROUGH)]
         statuses, errors = statuses_of(small_llama, {**values, name: rough}, capsys)
         assert set(statuses) <= {0, 1, 2}, (name, errors)
         assert len(errors) == statuses.count(2), (name, errors)

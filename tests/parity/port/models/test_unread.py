@@ -64,12 +64,12 @@ def model(tmp_path):
             for i in range(3)
             for each, size in rows.items()
         }
-        kept = {
+        without_lost = {
             name: x
             for name, x in tensors.items()
             if not any(PREFIX.format(i=i) in name for i in lost)
         }
-        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+        save_file(without_lost, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_text(json.dumps(CONFIG | config))
         return str(folder)
 

@@ -132,7 +132,7 @@ def test_rules_alone_are_checked_by_output():
     assert right.source == "rules"
     assert "by rules" in str(right)
     assert wrong.spec is None
-    assert "output is" in wrong.refusal
+    assert "output is" in wrong.reason
 
 
 def test_observation_without_rules_is_enough(monkeypatch):
@@ -146,7 +146,7 @@ def test_observation_without_rules_is_enough(monkeypatch):
     assert len(layers) == 2
     for layer in layers:
         assert layer.source == "observation"
-        assert "'llama'" in layer.not_ruled
+        assert "'llama'" in layer.no_rules_reason
         assert layer.spec is not None
         assert unheld(layer.spec) == unheld(ruled)
         assert "no rules: " in str(layer)
@@ -159,7 +159,7 @@ def test_contradicted_rules_are_rejected():
     right, wrong = parity.layers_of(model, inputs_of("llama"))
     assert right.source == "both"
     assert wrong.spec is None
-    assert wrong.refusal == "rules say scale=None, and observation 0.3"
+    assert wrong.reason == "rules say scale=None, and observation 0.3"
     assert wrong.identification.spec is not None
 
 
@@ -170,8 +170,8 @@ def test_unknown_layer_has_both_reasons(monkeypatch):
     monkeypatch.delitem(FAMILIES, "llama")
     first, second = parity.layers_of(model, inputs_of("llama"))
     assert first.spec is None
-    assert first.identification.refusal in first.refusal
-    assert first.not_ruled in first.refusal
+    assert first.identification.reason in first.reason
+    assert first.no_rules_reason in first.reason
     assert second.source == "observation"
 
 

@@ -504,14 +504,14 @@ def one_slot_early(layer):
     layer.update = early
 
 
-def values_kept(layer):
+def stale_values(layer):
     update = layer.update
 
     def stale(keys, values):
-        kept = None if layer.values is None else layer.values.clone()
+        before = None if layer.values is None else layer.values.clone()
         update(keys, values)
-        if kept is not None:
-            layer.values.copy_(kept)
+        if before is not None:
+            layer.values.copy_(before)
         return layer.keys, layer.values
 
     layer.update = stale
@@ -531,12 +531,12 @@ def test_bugs_of_caches_are_named():
         (llama, float8, 1, without_scales, None, "cache-scale-missing"),
         (llama, own, 1, without_minima, minimum, "cache-zero-point-missing"),
         (llama, static, 1, one_slot_early, None, "cache-slot-early"),
-        (mixed, sliding, 0, values_kept, None, "cache-values-missing"),
+        (mixed, sliding, 0, stale_values, None, "cache-values-missing"),
     )
-    for model, kv_cache, place, break_cache, quantization, name in bugs:
-        break_cache(kv_cache.layers[place])
+    for model, kv_cache, index, break_cache, quantization, name in bugs:
+        break_cache(kv_cache.layers[index])
         verdict = with_cache(model, kv_cache, lengths=(3, 1, 1), cache_quantization=quantization)
-        assert [layer.index for layer in verdict.wrong] == [place], name
+        assert [layer.index for layer in verdict.wrong] == [index], name
         assert name in verdict.first.diagnosis.likely_bug, name
 
 
@@ -557,14 +557,14 @@ def test_layers_pass_during_generation(family):
     assert [layer.index for layer in layers] == [
         layer.index for layer in specs if layer.spec is not None
     ]
-    judged = {comparison.stage for layer in layers for comparison in layer.comparisons}
-    assert judged == LESS_SEEN.get(family, SEEN)
+    compared_stages = {comparison.stage for layer in layers for comparison in layer.comparisons}
+    assert compared_stages == LESS_SEEN.get(family, SEEN)
     if family in (
         "mpt",
         "openai-gpt",
     ):  # which generate without a cache here, and receive all tokens again
         return
-    last, axis = ("output", 1) if "output" in judged else ("v", 2)
+    last, axis = ("output", 1) if "output" in compared_stages else ("v", 2)
     tokens = sum(
         comparison.shape[axis] for comparison in layers[-1].comparisons if comparison.stage == last
     )
@@ -636,7 +636,7 @@ def test_injected_bug_is_found_in_16_bits(what):
     """In bfloat16, a bug in layer 2 is found in that layer alone and named."""
     bug = BUGS[what]
     name = {"window wide": "gemma2", "no cap": "gemma2", "sinks of 0": "gpt_oss"}.get(what, "llama")
-    verdict = judged(of_six_layers(name).to(torch.bfloat16), bug, 2)
+    verdict = verdict_of(of_six_layers(name).to(torch.bfloat16), bug, 2)
     assert [each.index for each in verdict.layers if each.difference is not None] == [2]
     (found,) = verdict.first.diagnosis.named
     assert found.bugs[0] in bug.names
@@ -934,16 +934,18 @@ def test_bert_layers_end_at_the_context():
     with parity.tap(model) as tapped, torch.no_grad():
         model(**prompts(padded=2))
     assert [layer.name for layer in tapped.layers] == [
-        f"encoder.layer.{place}.attention.self" for place in range(2)
+        f"encoder.layer.{index}.attention.self" for index in range(2)
     ]
     weights = {
-        place: parity.from_transformers(layer.attention, model.config, place)[1]
-        for place, layer in enumerate(model.encoder.layer)
+        index: parity.from_transformers(layer.attention, model.config, index)[1]
+        for index, layer in enumerate(model.encoder.layer)
     }
     verdict = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights)
     assert verdict.passed, str(verdict)
-    judged = {comparison.stage for layer in verdict.layers for comparison in layer.comparisons}
-    assert judged == {"mask", "q", "k", "v", "attn_weights", "context"}
+    compared_stages = {
+        comparison.stage for layer in verdict.layers for comparison in layer.comparisons
+    }
+    assert compared_stages == {"mask", "q", "k", "v", "attn_weights", "context"}
     weights[1] = {**weights[1], "v_proj.weight": weights[1]["v_proj.weight"].T.copy()}
     first = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights).first
     assert (first.index, first.difference.stage) == (1, "v")
@@ -966,7 +968,7 @@ def trials():
     return (found * (1 + TRIALS // len(found)))[:TRIALS]
 
 
-def judged(model, bug=None, layer=0):
+def verdict_of(model, bug=None, layer=0):
     specs = specs_of(model.config.to_dict())
     module = model.model.layers[layer].self_attn
     with parity.tap(model) as tapped:
@@ -989,7 +991,7 @@ def test_injected_bugs_are_found_and_named():
     missed = []
     for seed, (name, what, layer) in enumerate(trials()):
         bug = BUGS[what]
-        verdict = judged(of_six_layers(name, seed=seed), bug, layer)
+        verdict = verdict_of(of_six_layers(name, seed=seed), bug, layer)
         wrong = [each.index for each in verdict.layers if each.difference is not None]
         first = verdict.first
         names = [each for found in first.diagnosis.named for each in found.bugs] if first else []
@@ -1009,16 +1011,16 @@ def test_injected_bugs_are_found_and_named():
 @pytest.mark.parametrize("name", SIX_LAYERS)
 def test_no_bug_in_unchanged_model(name):
     """All six layers of a model without a bug pass, and the verdict says so."""
-    verdict = judged(of_six_layers(name, seed=1))
+    verdict = verdict_of(of_six_layers(name, seed=1))
     assert verdict.passed
     assert verdict.first is None
     assert str(verdict) == "6 layers agree with the reference, each for its own input"
 
 
-@pytest.mark.costly("judges a recording of six layers and diagnoses one")
+@pytest.mark.costly("compares a recording of six layers and diagnoses one")
 def test_verdict_names_layer_and_bug():
     """The verdict and its dict name the first wrong layer, its stage and the likely bug."""
-    verdict = judged(of_six_layers("gemma2"), BUGS["window wide"], 4)
+    verdict = verdict_of(of_six_layers("gemma2"), BUGS["window wide"], 4)
     lines = ["First wrong layer: layer 4 (sliding_attention)", "Likely bug: window-one-too-wide"]
     assert str(verdict).splitlines()[:2] == lines
     assert "First wrong stage: step0.mask, which should be exact" in str(verdict)
@@ -1035,9 +1037,9 @@ def test_verdict_names_layer_and_bug():
 def in_steps(model, tokens, first):
     """Run a prompt, then token by token."""
     found = model(tokens[:, :first], use_cache=True)
-    for place in range(first, tokens.shape[1]):
+    for index in range(first, tokens.shape[1]):
         found = model(
-            tokens[:, place : place + 1], past_key_values=found.past_key_values, use_cache=True
+            tokens[:, index : index + 1], past_key_values=found.past_key_values, use_cache=True
         )
 
 
@@ -1091,7 +1093,7 @@ def test_taps_need_the_same_inputs():
     difference = parity.compare_taps(one, other)
     assert difference.differs_before
     assert not difference.agrees
-    assert "what layer 0 is given differs already" in str(difference)
+    assert "the input of layer 0 already differs" in str(difference)
     with parity.tap(model) as none:
         pass
     with refuses("taps", "none"):
@@ -1253,7 +1255,7 @@ def test_invalid_taps_raise():
         pass
     verdict = parity.check_tap(none, specs, weights)
     assert not verdict.passed
-    every_layer = ", ".join(f"layer {place} (full_attention)" for place in range(6))
+    every_layer = ", ".join(f"layer {index} (full_attention)" for index in range(6))
     assert f"Not compared: {every_layer}, because it was not called" in str(verdict)
 
 
@@ -1301,7 +1303,7 @@ def small_gemma():
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     layers = enumerate(model.model.layers)
     return model, {
-        place: parity.from_transformers(layer.self_attn, config)[1] for place, layer in layers
+        index: parity.from_transformers(layer.self_attn, config)[1] for index, layer in layers
     }
 
 
@@ -1412,7 +1414,7 @@ def test_flax_root_module_is_compared(key, rng):
     assert verdict.passed, str(verdict)
 
 
-def judged_in_flax(tapped, weights, *, is_causal=True):
+def verdict_in_flax(tapped, weights, *, is_causal=True):
     return parity.check_tap(tapped, dict.fromkeys(weights, FULL), weights, is_causal=is_causal)
 
 
@@ -1429,18 +1431,18 @@ def test_linen_layers_pass(rng):
         found = model.apply(variables, x, mask)
     assert np.array_equal(found, expected)
     assert linen.Module.sow is sow
-    names = [f"MultiHeadDotProductAttention_{place}" for place in range(2)]
+    names = [f"MultiHeadDotProductAttention_{index}" for index in range(2)]
     assert [(layer.name, layer.index, len(layer.calls)) for layer in tapped.layers] == [
         (names[0], 0, 1),
         (names[1], 1, 1),
     ]
     weights = {
-        place: parity.weights_of(
+        index: parity.weights_of(
             linen.MultiHeadDotProductAttention(4, qkv_features=32).bind({"params": params})
         )
-        for place, params in enumerate(variables["params"][name] for name in names)
+        for index, params in enumerate(variables["params"][name] for name in names)
     }
-    verdict = judged_in_flax(tapped, weights)
+    verdict = verdict_in_flax(tapped, weights)
     assert verdict.passed, str(verdict)
     assert [each.stage for each in verdict.layers[1].comparisons] == [
         "mask",
@@ -1451,7 +1453,7 @@ def test_linen_layers_pass(rng):
         "output",
     ]
     weights[1] = {**weights[1], "k_proj.weight": weights[1]["k_proj.weight"].T.copy()}
-    first = judged_in_flax(tapped, weights).first
+    first = verdict_in_flax(tapped, weights).first
     assert (first.index, first.difference.stage) == (1, "k")
     assert first.diagnosis.named[0].bugs == ("k_proj-transposed",)
 
@@ -1469,14 +1471,14 @@ def test_nnx_layers_pass(rng):
     assert nnx.MultiHeadAttention.__call__ is call
     assert np.allclose(found, expected, atol=1e-6)  # with weights it runs a different path
     assert [layer.name for layer in tapped.layers] == ["layers.0", "layers.1"]
-    weights = {place: parity.weights_of(layer) for place, layer in enumerate(model.layers)}
-    verdict = judged_in_flax(tapped, weights)
+    weights = {index: parity.weights_of(layer) for index, layer in enumerate(model.layers)}
+    verdict = verdict_in_flax(tapped, weights)
     assert verdict.passed, str(verdict)
     stages = ["mask", "q", "k", "v", "attn_weights", "context", "output"]
     assert [each.stage for each in verdict.layers[1].comparisons] == stages
     with parity.tap(model) as again:
         assert np.array_equal(model(x, mask=mask), expected)
-    assert judged_in_flax(again, weights).passed
+    assert verdict_in_flax(again, weights).passed
 
 
 def test_jax_and_torch_taps_agree(rng):
@@ -1486,9 +1488,9 @@ def test_jax_and_torch_taps_agree(rng):
     weights = [parity.random_weights(FULL, seed) for seed in (1, 2)]
     ours = NnxBlock(lambda: mha_jax.MultiHeadAttention(FULL, rngs=nnx.Rngs(0)))
     theirs = torch.nn.ModuleList([mha_torch.MultiHeadAttention(FULL) for _ in weights])
-    for place, each in enumerate(weights):
-        parity.load_into(ours.layers[place], each, FULL)
-        parity.load_into(theirs[place], each, FULL)
+    for index, each in enumerate(weights):
+        parity.load_into(ours.layers[index], each, FULL)
+        parity.load_into(theirs[index], each, FULL)
     x = rng.standard_normal((2, 6, 32), dtype=np.float32)
     with parity.tap(ours) as one:
         ours(jnp.asarray(x), is_causal=True, need_weights=True)
@@ -1497,7 +1499,7 @@ def test_jax_and_torch_taps_agree(rng):
         for layer in theirs:
             y = y + layer(y, is_causal=True, need_weights=True)[0]
     for tapped in (one, other):
-        verdict = judged_in_flax(tapped, dict(enumerate(weights)))
+        verdict = verdict_in_flax(tapped, dict(enumerate(weights)))
         assert verdict.passed, str(verdict)
         seen = {each.stage for each in verdict.layers[1].comparisons}
         assert seen == (SEEN if tapped is other else {"attn_weights", "output"})
@@ -1562,10 +1564,10 @@ def test_other_nnx_library_by_layer_number(rng):
     weights = {number: parity.random_weights(spec, number) for number in numbers}
     model = Underscored({number: OthersAttention(spec, weights[number]) for number in numbers})
     x = jnp.asarray(rng.standard_normal((1, 6, 32), dtype=np.float32))
-    places = jnp.asarray([[0, 1, 2, 5, 6, 9]])  # not 0, 1, …, so that RoPE has an effect
+    positions = jnp.asarray([[0, 1, 2, 5, 6, 9]])  # not 0, 1, …, so that RoPE has an effect
     with parity.tap(model, "OthersAttention") as tapped:
         for number in numbers:
-            getattr(model, f"layers_{number}")(x, places)
+            getattr(model, f"layers_{number}")(x, positions)
     assert [layer.name for layer in tapped.layers] == [f"layers_{number}" for number in numbers]
     named = {f"model.layers.{number}.self_attn": held for number, held in weights.items()}
     specs = [
@@ -1599,16 +1601,16 @@ def test_rope_of_another_layer_is_named():
     model = made("olmo3", options, seed=1)
     specs = specs_of(model.config.to_dict())
 
-    def judged_prompt():
+    def verdict_of_prompt():
         with parity.tap(model) as tapped, torch.no_grad():
             model(torch.tensor([[5, 3, 8, 1, 7, 9]]))
         return parity.check_tap(tapped, specs, weights_in(model, tapped, specs))
 
-    assert judged_prompt().passed
+    assert verdict_of_prompt().passed
     rotary = model.model.rotary_emb
     rotary.sliding_attention_inv_freq = rotary.full_attention_inv_freq
     rotary.sliding_attention_attention_scaling = rotary.full_attention_attention_scaling
-    (wrong,) = judged_prompt().wrong
+    (wrong,) = verdict_of_prompt().wrong
     assert (wrong.index, wrong.difference.stage) == (0, "q")
     (finding,) = wrong.diagnosis.findings
     assert finding.bugs == ("configuration-of-another-layer",)
@@ -1616,7 +1618,7 @@ def test_rope_of_another_layer_is_named():
     assert finding.fix == "use this layer's own configuration"
     assert finding.about in str(wrong)
     rotary.sliding_attention_attention_scaling *= 1.5  # which no layer has
-    (wrong,) = judged_prompt().wrong
+    (wrong,) = verdict_of_prompt().wrong
     assert "configuration-of-another-layer" not in wrong.diagnosis.likely_bug
 
 
@@ -1655,7 +1657,7 @@ def recordings(tmp_path_factory):
     }.values()
 
 
-@pytest.mark.costly("judges a recording of six layers and diagnoses one")
+@pytest.mark.costly("compares a recording of six layers and diagnoses one")
 def test_diagnose_command_uses_model(recordings, tmp_path, capsys):
     """`diagnose --model` finds the bug of a recording and exits with 1, or with 0 if there is none;
     `--weights` raises an error that names `--model`.
@@ -1766,10 +1768,10 @@ def test_nnx_steps_with_cache_pass(rng):
     model.layers[0].init_cache((2, 6, 32))
     x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
     with parity.tap(model) as tapped:
-        for place in range(6):
-            model(x[:, place : place + 1])
+        for index in range(6):
+            model(x[:, index : index + 1])
     assert [call.past for call in tapped.layers[0].calls] == list(range(6))
-    verdict = judged_in_flax(tapped, {0: parity.weights_of(model.layers[0])})
+    verdict = verdict_in_flax(tapped, {0: parity.weights_of(model.layers[0])})
     assert verdict.passed, str(verdict)
     assert [each.stage for each in verdict.layers[0].comparisons] == [
         "mask",
@@ -1781,7 +1783,7 @@ def test_nnx_steps_with_cache_pass(rng):
     ]
 
 
-@pytest.mark.costly("judges a recording of three beams")
+@pytest.mark.costly("compares a recording of three beams")
 def test_beam_search_follows_its_sequences(tmp_path):
     """Beam search continues sequences in other rows: they are followed back, and every layer
     agrees, also in a file.

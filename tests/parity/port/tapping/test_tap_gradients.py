@@ -151,8 +151,8 @@ class LinenLayers(linen.Module):
     @linen.compact
     def __call__(self, x):
         functions = (linen.dot_product_attention, self.function)
-        for place, function in enumerate(functions):
-            layer = linen.MultiHeadDotProductAttention(2, attention_fn=function, name=f"{place}")
+        for index, function in enumerate(functions):
+            layer = linen.MultiHeadDotProductAttention(2, attention_fn=function, name=f"{index}")
             x = x + layer(x)
         return x
 
@@ -164,10 +164,10 @@ def test_training_step_of_linen_is_tapped(rng):
     variables = LinenLayers().init(jax.random.key(0), x)
     spec = parity.AttentionSpec(8, 2)
     weights = {}
-    for place in range(2):
-        params = {"params": variables["params"][f"{place}"]}
+    for index in range(2):
+        params = {"params": variables["params"][f"{index}"]}
         layer = linen.MultiHeadDotProductAttention(2, qkv_features=8).bind(params)
-        weights[place] = parity.weights_of(layer)
+        weights[index] = parity.weights_of(layer)
     for function, wrong in ((linen.dot_product_attention, []), (keys_stopped, [1])):
         model = LinenLayers(function)
 

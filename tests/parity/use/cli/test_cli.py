@@ -381,7 +381,7 @@ def test_joined_traces_are_in_report(tmp_path, capsys):
     )
 
 
-@pytest.mark.costly("judges every case that a backend skips")
+@pytest.mark.costly("compares every case that a backend skips")
 def test_skipped_cases_are_reported(monkeypatch, capsys):
     """Skipped cases are shown, with each reason once, and the run exits with status 2, also
     with --quiet; with --allow-skipped the status is 0.

@@ -213,7 +213,7 @@ def test_convert_writes_json_report(source, tmp_path):
         "source",
         "layers",
         "spec",
-        "kept",
+        "copied",
         "dropped",
         *others,
     }
@@ -222,7 +222,7 @@ def test_convert_writes_json_report(source, tmp_path):
     assert content["source"] == "transformers.LLaMA"
     assert content["layers"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert AttentionSpec.from_json(json.dumps(content["spec"])) == SPEC
-    assert (sorted(content["kept"]), content["dropped"]) == (["embed.weight", "step"], [])
+    assert (sorted(content["copied"]), content["dropped"]) == (["embed.weight", "step"], [])
 
 
 def test_convert_summary_of_one_layer(tmp_path, capsys):
@@ -405,7 +405,7 @@ def test_dry_run_plan_matches_conversion(source, tmp_path, others):
         assert plan["size"] == sum(info.nbytes for info in file.infos.values())
     converted = {name for name in names_in(source) if "self_attn" in name}
     assert {name for names in plan["tensors"].values() for name in names} == converted | {
-        *report["kept"]
+        *report["copied"]
     }
     assert [layer["label"] for layer in plan["layers"]] == report["layers"]
 

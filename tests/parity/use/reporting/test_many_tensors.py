@@ -26,11 +26,11 @@ def write_header(path, names, shape):
     for axis in shape:
         size *= axis
     header = {}
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         header[name] = {
             "dtype": "F32",
             "shape": shape,
-            "data_offsets": [place * size, (place + 1) * size],
+            "data_offsets": [index * size, (index + 1) * size],
         }
     text = json.dumps(header).encode()
     with path.open("wb") as file:

@@ -94,13 +94,13 @@ def test_plot_shows_chosen_head_and_sequence(tmp_path):
 
     assert bright(heads=[0], sequence=1).size == 0
     assert bright(heads=[1], sequence=0).size == 0
-    places = bright(heads=[1], sequence=1)
+    bright_cells = bright(heads=[1], sequence=1)
     dark = picture(tmp_path / "a.png")
     panel = np.argwhere(
         (np.abs(dark[:, : int(dark.shape[1] * 0.7)] - np.array([68, 1, 84])) < 4).all(-1)
     )
-    assert places[:, 0].mean() < panel[:, 0].mean()
-    assert places[:, 1].mean() > panel[:, 1].mean()
+    assert bright_cells[:, 0].mean() < panel[:, 0].mean()
+    assert bright_cells[:, 1].mean() > panel[:, 1].mean()
 
 
 def test_labels_are_drawn_in_order(attn_weights, tmp_path):

@@ -29,7 +29,7 @@ from parity.measure.backends.numerics import environment, on_device
 from parity.measure.backends.record import record
 from parity.measure.core.cases import QUICK, random_case
 from parity.measure.core.stages import run_steps, stage_named
-from parity.measure.core.trace import Reference, judge
+from parity.measure.core.trace import Reference, compare_trace
 from parity.use.cli.main import main
 from parity.use.reporting.html import html_page
 from parity.use.reporting.junit import junit_xml
@@ -42,7 +42,7 @@ def failures(case, backend, dtype, with_gradients):
     )
     return [
         str(comparison)
-        for comparison in judge(record(backend, expected), expected)
+        for comparison in compare_trace(record(backend, expected), expected)
         if not comparison.passed
     ]
 
@@ -336,7 +336,9 @@ def test_missing_blocks_stage_is_a_failure():
     expected = Reference(make_problem(CASES["full"], "float32"))
     trace = record("jax", expected)
     del trace.accumulated["blocks.output"]
-    (failed,) = (comparison for comparison in judge(trace, expected) if not comparison.passed)
+    (failed,) = (
+        comparison for comparison in compare_trace(trace, expected) if not comparison.passed
+    )
     assert (failed.stage, failed.reason) == ("blocks.output", "the trace lacks this stage")
 
 

@@ -305,7 +305,7 @@ def test_missing_return_is_suggested(options):
         assert_parity(None, **options)
 
 
-def test_message_has_place_and_size(x):
+def test_message_has_index_and_size(x):
     """The message has the stage, shape with axes, number of mismatches, worst index and
     values, tolerance and reason.
     """
@@ -321,7 +321,7 @@ def test_message_has_place_and_size(x):
 
 
 @pytest.mark.parametrize(
-    ("stage", "shape", "place"),
+    ("stage", "shape", "index"),
     [
         ("hidden", (3,), "(axis0=0)"),
         ("hidden", (2, 3), "(axis0=0, axis1=0)"),
@@ -330,11 +330,11 @@ def test_message_has_place_and_size(x):
         ("layers.0.q_proj.weight", (2, 3), "(out=0, in=0)"),
     ],
 )
-def test_place_uses_axes_of_stage(stage, shape, place):
+def test_index_uses_axes_of_stage(stage, shape, index):
     """The index of the worst error has the axis names of the stage, or axis0, axis1, … if its
     axes are unknown.
     """
-    assert f"at {place}: 2, expected 1" in why(np.full(shape, 2.0), np.ones(shape), stage=stage)
+    assert f"at {index}: 2, expected 1" in why(np.full(shape, 2.0), np.ones(shape), stage=stage)
 
 
 def test_message_begins_with_first_stage():

@@ -32,16 +32,16 @@ FEWEST = 2
 
 
 @dataclass(frozen=True)
-class TensorLaw:
+class TensorPattern:
     """The relation of a tensor to its counterpart in another file.
 
     Attributes:
         name: name of the relation: `zeros`, `one-plus`, `exchanged`, `copied`, `transposed`,
-            `permuted`, `fewer-bits`, `quantised`, `factor`, `factors` or `shift`; `bias` for a bias
+            `permuted`, `fewer-bits`, `quantized`, `factor`, `factors` or `shift`; `bias` for a bias
             that only one file has; `packed` for rows that are in other tensors.
         words: description of the second file's tensor in terms of the first.
         page: page of parity/bugs about it; empty if there is none.
-        fix: how to mend it; empty if it is unknown.
+        fix: how to fix it; empty if it is unknown.
         heads, rows, columns: the only parts that differ, if not all do; otherwise empty.
     """
 
@@ -62,7 +62,7 @@ class Pair:
         name: its canonical name.
         one, other: its values in each file.
         role: position of its heads, if it has heads and is whole.
-        places: indices of the heads, as (heads, features, the rest), of the rows or of the columns
+        indices: indices of the heads, as (heads, features, the rest), of the rows or of the columns
             in the part.
     """
 
@@ -70,7 +70,7 @@ class Pair:
     one: np.ndarray
     other: np.ndarray
     role: Role | None = None
-    places: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Layers(NamedTuple):
@@ -81,14 +81,16 @@ class Layers(NamedTuple):
     spec: AttentionSpec
 
 
-def of_family(name: str, words: str, family: BugFamily | None, spec: AttentionSpec) -> TensorLaw:
+def of_family(
+    name: str, words: str, family: BugFamily | None, spec: AttentionSpec
+) -> TensorPattern:
     """Return a relation with the page and fix of a family of bugs, if it is one of them."""
     if family is None:
-        return TensorLaw(name, words)
-    return TensorLaw(name, words, family.page, family.fix_for(spec))
+        return TensorPattern(name, words)
+    return TensorPattern(name, words, family.page, family.fix_for(spec))
 
 
-def law_of(pair: Pair, heads: Collection[int], layers: Layers) -> TensorLaw | None:
+def pattern_of(pair: Pair, heads: Collection[int], layers: Layers) -> TensorPattern | None:
     """Return a relation that explains every element of a differing tensor; None if none does.
 
     Relations of whole tensors are tried first, then relations of values on the differing `heads`,
@@ -102,9 +104,9 @@ def law_of(pair: Pair, heads: Collection[int], layers: Layers) -> TensorLaw | No
     attempts.append((of_heads, (_factors,)))
     for part, relations in attempts:
         for relation in relations:
-            law = relation(part, layers)
-            if law is not None:
-                return replace(law, **part.places)
+            pattern = relation(part, layers)
+            if pattern is not None:
+                return replace(pattern, **part.indices)
     return None
 
 
@@ -116,7 +118,7 @@ def _differing_heads(pair: Pair, heads: Collection[int], spec: AttentionSpec) ->
     one, other = one.reshape(-1, *one.shape[2:]), other.reshape(-1, *other.shape[2:])
     if len(heads) == len(one):
         return pair
-    return Pair(pair.name, one[[*heads]], other[[*heads]], places={"heads": tuple(heads)})
+    return Pair(pair.name, one[[*heads]], other[[*heads]], indices={"heads": tuple(heads)})
 
 
 def _differing_lines(pair: Pair) -> Iterator[Pair]:
@@ -128,13 +130,13 @@ def _differing_lines(pair: Pair) -> Iterator[Pair]:
         lines = np.flatnonzero(differs_on_line)
         if len(lines) < size:
             one, other = pair.one.take(lines, axis), pair.other.take(lines, axis)
-            yield Pair(pair.name, one, other, places={what: tuple(map(int, lines))})
+            yield Pair(pair.name, one, other, indices={what: tuple(map(int, lines))})
 
 
 # ---- Values --------------------------------------------------------------------------------------
 
 
-def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
+def _zeros(pair: Pair, layers: Layers) -> TensorPattern | None:
     """Find a tensor that is all zeros in one file."""
     family = None
     # With one axis they are, as a rule, the values of a bias that was not loaded.
@@ -148,7 +150,7 @@ def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
     return None
 
 
-def _fewer_bits(pair: Pair, layers: Layers) -> TensorLaw | None:
+def _fewer_bits(pair: Pair, layers: Layers) -> TensorPattern | None:
     """Find a conversion to fewer bits, of either file's tensor."""
     pairs = (
         (pair.one, pair.other, "the first's, {}"),
@@ -161,11 +163,11 @@ def _fewer_bits(pair: Pair, layers: Layers) -> TensorLaw | None:
             return of_family("fewer-bits", in_words, ROUNDED_WEIGHTS, layers.spec)
         kind = quantized_as(before, after)
         if kind:
-            return TensorLaw("quantised", words.format(f"quantized as {kind}"))
+            return TensorPattern("quantized", words.format(f"quantized as {kind}"))
     return None
 
 
-def _one_plus(pair: Pair, layers: Layers) -> TensorLaw | None:
+def _one_plus(pair: Pair, layers: Layers) -> TensorPattern | None:
     """Relate norms that multiply by w and by 1 + w: their weights differ by 1."""
     if not pair.name.endswith("_norm.weight"):
         return None
@@ -185,28 +187,28 @@ def _is_shifted(one: np.ndarray, other: np.ndarray, by: float) -> bool:
     return agree(before + by, after, dtype) or agree(before, after - by, dtype)
 
 
-def _shift(pair: Pair, layers: Layers) -> TensorLaw | None:
+def _shift(pair: Pair, layers: Layers) -> TensorPattern | None:
     by = float(np.mean(pair.other.astype(np.float64) - pair.one.astype(np.float64)))
     if pair.one.size >= FEWEST and by and _is_shifted(pair.one, pair.other, by):
-        return TensorLaw("shift", f"the first's, {by:+.6g} everywhere")
+        return TensorPattern("shift", f"the first's, {by:+.6g} everywhere")
     return None
 
 
-def _factor(pair: Pair, layers: Layers) -> TensorLaw | None:
+def _factor(pair: Pair, layers: Layers) -> TensorPattern | None:
     """Find one factor, and explain its meaning in the layer."""
     factors = _times(pair.one, pair.other, None)
     if factors is None:
         return None
     factor = float(factors.reshape(-1)[0])
     if factor == -1.0:
-        return TensorLaw("factor", "the first's, negated")
+        return TensorPattern("factor", "the first's, negated")
     words = f"the first's, times {factor:.6g}"
     meaning = _meaning_of(factor, layers.spec.head_dim)
     if not meaning:
-        return TensorLaw("factor", words)
+        return TensorPattern("factor", words)
     words += f", {meaning}"
     if not pair.name.startswith(("q_", "k_")):
-        return TensorLaw("factor", words)
+        return TensorPattern("factor", words)
     words += ": a scale of the scores, folded in or left out"
     return of_family("factor", words, scale_family(layers.spec), layers.spec)
 
@@ -223,11 +225,11 @@ def _meaning_of(factor: float, head_dim: int) -> str:
     return ""
 
 
-def _factors(pair: Pair, layers: Layers) -> TensorLaw | None:
+def _factors(pair: Pair, layers: Layers) -> TensorPattern | None:
     """Find one factor per head, row or column."""
     one, other = pair.one, pair.other
     parts: list[tuple[str, np.ndarray, np.ndarray, tuple[int, ...]]] = []
-    if "heads" in pair.places:
+    if "heads" in pair.indices:
         parts.append(("head", one, other, (1, 2)))
     elif pair.role is not None:
         views = pair.role.view(one, layers.spec), pair.role.view(other, layers.spec)
@@ -242,7 +244,7 @@ def _factors(pair: Pair, layers: Layers) -> TensorLaw | None:
         words = f"the first's, each {part} times a number, {low:.3g} to {high:.3g}"
         if part == "column":
             words += ": possibly a norm before it, folded in"
-        return TensorLaw("factors", words)
+        return TensorPattern("factors", words)
     return None
 
 
@@ -261,10 +263,10 @@ def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> 
     return factors
 
 
-# ---- Places --------------------------------------------------------------------------------------
+# ---- Positions -----------------------------------------------------------------------------------
 
 
-def _in_place_of(pair: Pair, layers: Layers) -> TensorLaw | None:
+def _from_another_tensor(pair: Pair, layers: Layers) -> TensorPattern | None:
     """Find another tensor of the first file with these values."""
     for name, x in layers.weights.items():
         # Zeros, such as fresh biases, agree with one another by chance.
@@ -280,14 +282,14 @@ def _in_place_of(pair: Pair, layers: Layers) -> TensorLaw | None:
     return None
 
 
-def _transposed(pair: Pair, layers: Layers) -> TensorLaw | None:
+def _transposed(pair: Pair, layers: Layers) -> TensorPattern | None:
     one = pair.one
     if one.ndim == 2 and one.shape[0] == one.shape[1] and agree(one.T, pair.other):
         return of_family("transposed", "the first's, transposed", TRANSPOSED, layers.spec)
     return None
 
 
-def _permuted(pair: Pair, layers: Layers) -> TensorLaw | None:
+def _permuted(pair: Pair, layers: Layers) -> TensorPattern | None:
     """Find a permutation of rows or columns, and identify it."""
     one, other = pair.one, pair.other
     # A bias may have equal elements, which leave its order open: the order of its weight is tried
@@ -318,12 +320,12 @@ def _order(one: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray | None:
     return matched(list(digests(before)), list(digests(after)))
 
 
-def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> TensorLaw:
+def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> TensorPattern:
     """Describe a permutation of rows or columns: of heads, of RoPE pairs, or any other."""
     lines = ("rows", "columns", "features")[axis]
     if pair.role is not None and pair.role.axis == axis:
-        places = np.arange(len(order)).reshape(-1, *[1] * axis).swapaxes(0, axis)
-        num_groups, heads_per_group, num_features, _ = pair.role.view(places, spec).shape
+        positions = np.arange(len(order)).reshape(-1, *[1] * axis).swapaxes(0, axis)
+        num_groups, heads_per_group, num_features, _ = pair.role.view(positions, spec).shape
         num_heads = num_groups * heads_per_group
         words, family = _of_heads(order, num_heads, num_features), HEAD_ORDER
         if not words and axis == 0 and pair.name[0] in "qk":
@@ -332,11 +334,11 @@ def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> 
             return of_family("permuted", f"the first's, {words}", family, spec)
         if _is_within_heads(order, num_heads, num_features):
             words = f"the first's, its {lines} in a different order within their heads"
-            return TensorLaw("permuted", words)
+            return TensorPattern("permuted", words)
     which = "a different order"
     if len(order) <= 2 * spec.head_dim:  # short enough to be looked at
         which = f"the order {listed(order)}"
-    return TensorLaw("permuted", f"the first's, its {lines} in {which}")
+    return TensorPattern("permuted", f"the first's, its {lines} in {which}")
 
 
 def _of_heads(order: np.ndarray, num_heads: int, num_features: int) -> str:
@@ -387,9 +389,9 @@ def _of_pairs(order: np.ndarray, num_features: int, spec: AttentionSpec) -> str:
     return ""
 
 
-Relation = Callable[[Pair, Layers], TensorLaw | None]
+Relation = Callable[[Pair, Layers], TensorPattern | None]
 
-OF_TENSORS: tuple[Relation, ...] = (_one_plus, _zeros, _in_place_of, _transposed, _permuted)
+OF_TENSORS: tuple[Relation, ...] = (_one_plus, _zeros, _from_another_tensor, _transposed, _permuted)
 """Relations of whole tensors, in the order in which they are tried."""
 
 OF_VALUES: tuple[Relation, ...] = (_zeros, _fewer_bits, _factor, _shift)

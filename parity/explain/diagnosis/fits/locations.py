@@ -1,4 +1,4 @@
-"""Places: the heads, sequences, positions, features and cells that exceed the budget."""
+"""Locations: the heads, sequences, positions, features and cells that exceed the budget."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.explain.diagnosis.fits.record import Place
+from parity.explain.diagnosis.fits.record import Location
 from parity.explain.diagnosis.fits.words import indices, noun
 from parity.measure.core.stages import Stage
 
 FIELDS = {"sequences": "B", "heads": "NK", "positions": "TS", "keys": "S"}
-"""The axes of a stage in a place, by their letters; features are the last one."""
+"""The axes of a stage in a location, by their letters; features are the last one."""
 
 IMPLIED_AXES = {
     "diagonal": "TS",
@@ -67,19 +67,19 @@ def _other_axes(x: np.ndarray, axis: int) -> tuple[int, ...]:
     return (*range(axis), *range(axis + 1, x.ndim))
 
 
-def find_place(
+def find_location(
     stage: Stage,
     letters: tuple[str, ...],
     bad: np.ndarray,
     box: Box,
     hidden: np.ndarray | None,
     spec: Any = None,
-) -> tuple[Place, np.ndarray]:
-    """Return the place of wrong elements, and all elements of that place.
+) -> tuple[Location, np.ndarray]:
+    """Return the location of wrong elements, and all elements of that location.
 
     Args:
         stage: the stage.
-        letters: of its axes.
+        letters: letters of its axes.
         bad: wrong elements, at least one.
         box: indices of each axis with wrong elements.
         hidden: cells that the mask hides, (B, N, T, S), if known.
@@ -101,7 +101,7 @@ def find_place(
                 descriptions.append(_of_axis(stage, letters, bad, box, axis, spec))
         descriptions.append(cells)
         words = ", ".join(filter(None, descriptions)) or "everywhere"
-    return Place(words, **_fields(letters, box), cells=name, wrong=count, size=bad.size), part
+    return Location(words, **_fields(letters, box), cells=name, wrong=count, size=bad.size), part
 
 
 def _one_element(letters: tuple[str, ...], box: Box) -> str:

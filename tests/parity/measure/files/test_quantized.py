@@ -92,7 +92,7 @@ def test_random_blocks_match_gguf_package(tmp_path, monkeypatch, kind, at_once):
     )
     with open_tensors(path) as file:
         assert file.infos["x"] == ((3, 5, 768), np.float32, 3 * 5 * 768 * 4)
-        assert file.quantised == {"x": kind}
+        assert file.quantized == {"x": kind}
         assert is_same(file.read("x"), expected)
         assert is_same(file.read_entry("x", 1), expected[1])
         assert file.read("before").tolist() == [1.0, 1.0, 1.0]
@@ -135,7 +135,7 @@ def test_unsupported_type_raises_when_read(tmp_path):
     )
     with open_tensors(path) as file:
         assert file.infos["x"].shape == (4, 32)
-        assert file.quantised == {}
+        assert file.quantized == {}
         assert file.read("plain").tolist() == [1.0, 1.0, 1.0]
         with refuses("x", x="IQ4_NL") as refusal:
             file.read("x")
@@ -241,7 +241,7 @@ def test_inspect_names_quantized_types(model, capsys):
     assert told["blk.0.attn_k.weight"] == {
         "shape": [32, 64],
         "dtype": "float32",
-        "quantised": "Q4_0",
+        "quantized": "Q4_0",
     }
 
 
@@ -286,7 +286,7 @@ def test_convert_to_gguf_exits_with_2(model, capsys):
 @sample(where=lambda model, is_first: (model, is_first) in [(ROUNDED[0], True)])
 @pytest.mark.parametrize(
     ("model", "is_first"),
-    [(kind, place % 2 == 0) for place, kind in enumerate(ROUNDED)],
+    [(kind, index % 2 == 0) for index, kind in enumerate(ROUNDED)],
     indirect=["model"],
 )
 def test_verify_reports_quantized_weights(model, is_first, capsys):
