@@ -368,7 +368,8 @@ def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
     else:
         difference = first_difference(sides[0])
         if difference is not None:
-            title, _, numbers = str(difference).partition("\n")
+            # The diagnosis below states how large the error is.
+            title, _, numbers = difference.as_text(with_budget=False).partition("\n")
             out.print(title, style="red", soft_wrap=True)
             if options.verbose:
                 out.print(numbers, soft_wrap=True)
