@@ -144,14 +144,18 @@ INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two 
 @option(
     "--case", metavar="CASE", help="with --mesh: the case that ranks computed, instead of --weights"
 )
-@option(
-    "--from",
-    "layouts",
-    multiple=True,
-    metavar="LAYOUT",
-    help="layout of both weight files, or of each",
+@group(
+    "reading weights",
+    option(
+        "--from",
+        "layouts",
+        multiple=True,
+        metavar="LAYOUT",
+        hidden=True,
+        help="layout of both weight files, or of each",
+    ),
+    weight_options("the layer, in both files or each", many=True, are_hidden=True),
 )
-@weight_options("the layer, in both files or each", many=True)
 @html_option()
 def run(options: Options) -> Result:
     """Print what explains a difference."""
