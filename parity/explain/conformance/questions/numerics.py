@@ -92,7 +92,7 @@ def _of_scale(factor: float, evidence: str, head_dim: int) -> PathAnswer:
 def overflow(exam: Examination, question: Question) -> Answer:
     subject = exam.subject
     if not any(path.dtype == "float16" for path in exam.paths):
-        words = "not asked"
+        words = "not requested"
         if subject.framework == "ttnn":
             words = "no float16"
         return Answer(question.name, Kind.ABSENT, words)
