@@ -131,6 +131,8 @@ lint: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps keras-hub
 	touch $@
 
+# pip takes PyTorch with CUDA here, which is 6 GB. The CPU build is enough:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-tt
 .venv-tt/installed: pyproject.toml constraints-tt.txt
 	@python="$(PYTHON_TT)"; [ -z "$$python" ] || { set -ex; \
 		"$$python" -m venv .venv-tt; \

@@ -39,6 +39,8 @@ class InputError(ValueError):
         remedy: settings by name that together fix the problem; a list has alternatives.
         hint: advice; follows the remedy.
         where: location of the bad input, such as a path; precedes the argument.
+        statement: what is wrong, where no rule reads well; the message has it and the values
+            instead of the argument and the rule.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class InputError(ValueError):
         remedy: Remedy = (),
         hint: str = "",
         where: str = "",
+        statement: str = "",
         **values: Any,
     ) -> None:
         """Initialize the record.
@@ -63,6 +66,7 @@ class InputError(ValueError):
             remedy: as the attribute.
             hint: as the attribute.
             where: as the attribute.
+            statement: as the attribute.
             values: more values by name.
         """
         self.args = (str(argument), rule)
@@ -74,6 +78,7 @@ class InputError(ValueError):
         self.remedy = remedy
         self.hint = hint
         self.where = where
+        self.statement = statement
 
     def __str__(self) -> str:
         if isinstance(self.got, str):
@@ -84,15 +89,19 @@ class InputError(ValueError):
         else:
             got = [_setting(*item) for item in self.got.items()]
         advice = [_alternatives(_each(self.remedy)), self.hint]
-        parts = [_escape(part) for part in (self.where, self.argument, self.rule, *got, *advice)]
+        problem = [self.where, self.argument, self.rule, self.statement]
+        parts = [_escape(part) for part in (*problem, *got, *advice)]
         text = ""
         # Cut the longest parts, 20 characters shorter each time, until the message fits.
         for length in range(MAX_LENGTH, 0, -20):
-            where, argument, rule, *rest = (_cut(part, length) for part in parts)
+            where, argument, rule, statement, *rest = (_cut(part, length) for part in parts)
             values = _listed(rest[: len(got)])
             advised = " ".join(filter(None, rest[len(got) :]))
-            text = f"{where}{': ' * bool(where)}{argument} must {rule}"
-            text += f"{', got ' * bool(values)}{values}{'; ' * bool(advised)}{advised}"
+            if statement:
+                text = f"{values}{': ' * bool(values)}{statement}"
+            else:
+                text = f"{argument} must {rule}{', got ' * bool(values)}{values}"
+            text = f"{where}{': ' * bool(where)}{text}{'; ' * bool(advised)}{advised}"
             if len(text) <= MAX_LENGTH:
                 break
         return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parity.use.cli.command import Options, Result, command, option
+from parity.use.cli.command import Options, Result, command, group, option
 from parity.use.cli.layers import layer_options, passed_layer_flags, weight_options
 from parity.use.cli.messages import contradiction, input_error, requires
 from parity.use.cli.options import (
@@ -65,8 +65,11 @@ from parity.use.cli.options import (
 @option(
     "--layers", type=range_list, metavar="0,5-7", help="layers of --model; default: all that differ"
 )
-@from_option()
-@weight_options("its layers")
+@group(
+    "reading weights",
+    from_option(is_hidden=True),
+    weight_options("its layers", are_hidden=True),
+)
 def run(options: Options) -> Result:
     """Measure, and print the results."""
     from parity.use.reporting.console import console, progress_bar

@@ -26,7 +26,7 @@ FACTS = {
         # nothing
         "future token": "hidden in train or with grad, otherwise leaks",
         "empty row": "NaN with weights, zeros in train or with grad, otherwise NaN",
-        "its gradient": "finite without weights, otherwise NaN even if the loss ignores it",
+        "empty row gradient": "finite without weights, otherwise NaN even if the loss ignores it",
         "float16 overflow": "finite without weights, otherwise NaN",
         "weights": "per head",
         "padding": "True hides",
@@ -99,7 +99,7 @@ FACTS = {
 BROKEN = {
     "torch.nn.MultiheadAttention": {
         "empty row",
-        "its gradient",
+        "empty row gradient",
         "float16 overflow",
         "future token",
         "visible NaN",

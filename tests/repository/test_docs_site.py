@@ -102,6 +102,32 @@ def test_links_in_code_blocks_stay_unchanged(tmp_path):
     assert site.viewed == {ROOT / "Makefile"}
 
 
+def links_of_toctrees(page):
+    """Return the pages in the toctrees of a page in docs, as they are written there."""
+    text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
+    links = []
+    for tree in re.findall(r"^```\{toctree\}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        links += re.findall(r"^(?!:)(\S+)$", tree, re.MULTILINE)
+    return links
+
+
+def test_sidebar_groups_have_few_links():
+    """The sidebar has at most 8 links below How-to guides and Reference and below each of their
+    groups, and every page of these folders is in one group.
+    """
+    for section in ("how-to", "reference"):
+        groups = links_of_toctrees(f"{section}/index")
+        grouped = []
+        for group in groups:
+            links = links_of_toctrees(f"{section}/{group}")
+            assert 0 < len(links) <= 8, group
+            grouped += links
+        assert 0 < len(groups) <= 8, section
+        assert len(grouped) == len({*grouped}), section
+        pages = {path.stem for path in (ROOT / "docs" / section).glob("*.md")}
+        assert pages - {"index", *groups} - {*grouped} == set(), section
+
+
 def test_generated_pages_list_every_entry():
     """Generated pages list every command, case, family, layout, bug and key of a schema."""
     import reference

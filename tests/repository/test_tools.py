@@ -8,6 +8,8 @@ import importlib.util
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -15,6 +17,10 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
+from helpers.command_line import parsed
+
+import parity
+from parity.use.cli.main import main
 
 FIND = ROOT / "tools" / "find-python312"
 
@@ -209,6 +215,7 @@ FAULTS = {
         "a block highlighted as Python",
         "a white picture",
         "a search finds sources",
+        "21 links without groups in the sidebar",
     ],
     "status": 1,
 }
@@ -509,3 +516,60 @@ def f(a):
     assert probes.reached == {"if", "import"}
     assert f(2) == 2
     assert probes.reached == {"if", "else", "import"}
+
+
+# ---- try-wheel -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def try_wheel():
+    path = str(ROOT / "tools" / "try-wheel")
+    loader = importlib.machinery.SourceFileLoader("try_wheel", path)
+    spec = importlib.util.spec_from_loader("try_wheel", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.dont_write_bytecode", True)
+        loader.exec_module(module)
+    return module
+
+
+def test_commands_of_try_wheel_are_valid(try_wheel):
+    """Each command that `make dist` runs exists and has its options, and each program is one of
+    its files.
+    """
+    lines = [line for commands in try_wheel.USES.values() for line in commands]
+    steps = try_wheel.steps_of_newcomer()
+    lines += [step.command for step in steps]
+    programs = {*try_wheel.FILES, *try_wheel.files_of_tutorial()}
+    num_commands = 0
+    for command in " && ".join(lines).split(" && "):
+        words = shlex.split(re.sub(r"^[A-Z_]+=\S+ ", "", command))
+        if words[0] == "mha-parity":
+            parsed(words[1:])
+            num_commands += 1
+        elif words[1].endswith(".py"):
+            assert words[1] in programs, command
+    assert num_commands > 15
+    tutorial = try_wheel.TUTORIAL.read_text("utf-8")
+    shown = [step.words for step in steps if step.name in ("find a bug", "convert it")]
+    assert [words for words in shown if words not in tutorial] == []
+
+
+@pytest.mark.costly("the commands that `make dist` runs without an extra")
+def test_python_of_try_wheel_runs(try_wheel, tmp_path, monkeypatch):
+    """The Python that `make dist` runs in each environment works, and so do the commands that need
+    no extra.
+    """
+    for extra in ("none", "gguf"):
+        folder = tmp_path / extra
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        names = {}
+        for name, code in try_wheel.FILES.items():
+            exec(compile(code, name, "exec"), names)
+        names["test_attention"](parity.assert_parity)
+        for command in " && ".join(try_wheel.USES[extra]).split(" && "):
+            program, *words = shlex.split(command)
+            if program == "mha-parity":
+                assert main(words) == 0, command

@@ -47,6 +47,11 @@ def test_message_has_argument_and_values():
             "a must be b; c=1 with d=2 or c=2 or c=3 (or 1 more) fits",
         ),
         (InputError("a", "be b", where="w").within("v"), "v: w: a must be b"),
+        (
+            InputError("a", "be b", statement="no b here", a=1, hint="helps"),
+            "a=1: no b here; helps",
+        ),
+        (InputError("a", "be b", statement="w has no b", where="v"), "v: w has no b"),
         (InputError("a", "be b", a=10**5000), "a must be b, got a int"),
         (
             InputError("a", "be b", a=np.zeros((2, 3), np.int8), c=np.float32(2), d=[1, 2]),
@@ -118,6 +123,10 @@ def test_long_part_loses_its_middle(field):
     assert "<x" in text
     assert "x>" in text
     assert all(part in text for part in parts.values() if part is not long)
+    text = str(InputError("a", "be b", statement=long, where="place", hint="advice"))
+    assert len(text) <= MAX_LENGTH
+    assert text.startswith("place: <x")
+    assert text.endswith("x>; advice")
 
 
 def test_pickled_error_keeps_its_fields():

@@ -33,10 +33,17 @@ CONTROL = b"""<!DOCTYPE html><html><head><title>x</title></head><body><img src="
 <img alt="white" src="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' width='9'
 height='9'%3E%3Crect width='9' height='9' fill='white'/%3E%3C/svg%3E">
 <ol id="search-results"><li><a href="source/x">x</a></li></ol>
-<script>throw Error("oops")</script></body></html>"""
+<div class="sidebar-tree"><ul><li>x<ul>LINKS</ul></li></ul></div>
+<script>throw Error("oops")</script></body></html>""".replace(b"LINKS", b"<li>x</li>" * 21)
+"""A page with a fault of each kind."""
 
-
-LOOKS = ("in a table", "highlighted as Python", "white picture", "finds sources")
+LOOKS = (
+    "in a table",
+    "highlighted as Python",
+    "white picture",
+    "finds sources",
+    "without groups in the sidebar",
+)
 """Sentences about the control page, which looks wrong in each of these ways."""
 
 SITE = ROOT / "build" / "docs" / "html"

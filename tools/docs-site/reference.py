@@ -51,7 +51,7 @@ def endings() -> dict[str, str]:
     """Tables that only the site has, at the end of pages that are written by hand, by the name of
     the page in the site.
     """
-    return {"evidence/ttnn-cases": simulated_tables()}
+    return {"contributing/ttnn-cases": simulated_tables()}
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -317,7 +317,7 @@ def command_pages() -> dict[str, str]:
             rows.append((f"[`{name}`]({name}.md)", command_named(name).line))
             names.append(name)
     more = "[Exit statuses and common options](../commands.md) hold for all of them."
-    index = ["# Commands", table(("command", "result"), rows), more, toctree(names)]
+    index = ["# Command line", table(("command", "result"), rows), more, toctree(names)]
     pages = {"reference/cli/index": "\n\n".join(index) + "\n"}
     for name in names:
         pages[f"reference/cli/{name}"] = command_page(name, command_named(name))

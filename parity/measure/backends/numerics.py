@@ -58,9 +58,10 @@ def on_device(device: str) -> AbstractContextManager[None]:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
-        raise InputError(
-            "device", "be one that torch has here", f"{device}: {str(error).splitlines()[0]}"
-        ) from None
+        reason, *_ = str(error).splitlines()
+        if device.startswith("cuda") and not torch.backends.cuda.is_built():
+            reason = "this PyTorch has no CUDA"
+        raise InputError("device", "exist", statement=reason, device=device) from None
     from parity.measure.backends import torch as port
 
     return port.on_device(device)

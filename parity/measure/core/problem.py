@@ -160,6 +160,14 @@ def make_problem(
         >>> problem = parity.make_problem("causal", "float32")
         >>> problem.inputs["query"].shape
         (2, 5, 32)
+
+        A layer of your own is a specification, its weights, and the calls of a case:
+
+        >>> spec = parity.AttentionSpec(32, 4)
+        >>> case = parity.Case("mine", spec, "our layer", seq_len=12, is_causal=True)
+        >>> problem = parity.make_problem(case, "float32", parity.random_weights(spec))
+        >>> problem.inputs["query"].shape
+        (2, 12, 32)
     """
     if isinstance(case, str):
         # Imported only here: custom cases do not need all of ours.

@@ -303,7 +303,8 @@ def _unknown_layout(file: TensorFile, model: ModelHints, argument: str) -> Input
         hint.append(model.why_unknown)
     return InputError(
         argument,
-        f"be passed for {file.path}, which does not record its layout",
+        "be passed",
+        statement=f"{file.path} does not record its layout",
         remedy=remedy,
         hint="; ".join(hint),
     )

@@ -137,7 +137,7 @@ def weights_of(module: Any) -> Weights:
 def spec_of(module: Any) -> AttentionSpec:
     """Return the specification of a module.
 
-    `save`, `verify` and `load_into` need it with the module's weights.
+    `save` and `load_into` need it with the module's weights.
 
     Args:
         module: a module that `load_into` accepts. For another library's layer, the specification

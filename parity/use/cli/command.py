@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -12,6 +13,12 @@ from click.shell_completion import CompletionItem
 
 ALL_COMMANDS = "all commands"
 """Title above the options that every command has."""
+
+HELP_FLAGS = frozenset({"-h", "--help", "--help-all"})
+"""Options that print a help."""
+
+HELP_ALL = "parity.help_all"
+"""Key in click's context that is set if a help shows hidden options."""
 
 
 class Record(Protocol):
@@ -149,6 +156,14 @@ class Option(click.Option):
 
     group = "options"
 
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the option and its meaning; None if it is hidden, unless the help shows all."""
+        if self.hidden and ctx.meta.get(HELP_ALL):
+            shown = copy(self)
+            shown.hidden = False
+            return shown.get_help_record(ctx)
+        return super().get_help_record(ctx)
+
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         """Reject an option where the value is expected."""
         if isinstance(value, str) and value.startswith("-") and not self.is_flag:
@@ -189,20 +204,28 @@ def command(line: str, **attributes: Any) -> Callable[[Callable[[Options], Resul
     def make(function: Callable[[Options], Result]) -> Command:
         # Decorators run from the last to the first.
         params = list(reversed(getattr(function, "__click_params__", [])))
-        params += _options_of_all_commands()
+        params += [_json_option(), *output_options()]
+        if any(getattr(parameter, "hidden", False) for parameter in params):
+            params.append(_help_all_option())
         return Command(line, params=params, callback=function, **attributes)
 
     return make
 
 
-def _options_of_all_commands() -> list[click.Parameter]:
+def _json_option() -> Option:
+    json = Option(
+        ["--json"],
+        metavar="PATH",
+        help="also write the result as JSON; - is standard output, and nothing else is printed",
+        shell_complete=files,
+    )
+    json.group = ALL_COMMANDS
+    return json
+
+
+def output_options() -> list[Option]:
+    """Return the options for what a command prints, which may also precede the command."""
     options = [
-        Option(
-            ["--json"],
-            metavar="PATH",
-            help="also write the result as JSON; - is standard output, and nothing else is printed",
-            shell_complete=files,
-        ),
         Option(
             ["-v", "--verbose"],
             is_flag=True,
@@ -222,7 +245,29 @@ def _options_of_all_commands() -> list[click.Parameter]:
     ]
     for each in options:
         each.group = ALL_COMMANDS
-    return [*options]
+    return options
+
+
+def _help_all_option() -> Option:
+    """Return the option for a help with the options that `--help` hides."""
+    help_all = Option(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_show_all,
+        help="show the help with all options, also about reading weights, and exit",
+    )
+    help_all.group = ALL_COMMANDS
+    return help_all
+
+
+def _show_all(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Print the help with all options."""
+    if value and not context.resilient_parsing:
+        context.meta[HELP_ALL] = True
+        click.echo(context.get_help())
+        context.exit()
 
 
 def option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:

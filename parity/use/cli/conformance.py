@@ -123,6 +123,8 @@ def run(options: Options) -> Result:
             words.append(options.subject)
         for flag, value in flags.items():
             words += [flag, str(value)]
+        if options.dtypes is not None:
+            words += ["--dtypes", ",".join(options.dtypes)]
         return shlex.join([*words, "--checks", question])
 
     print_conformance(answers, console(), command_for)

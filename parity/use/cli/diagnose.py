@@ -144,14 +144,18 @@ INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two 
 @option(
     "--case", metavar="CASE", help="with --mesh: the case that ranks computed, instead of --weights"
 )
-@option(
-    "--from",
-    "layouts",
-    multiple=True,
-    metavar="LAYOUT",
-    help="layout of both weight files, or of each",
+@group(
+    "reading weights",
+    option(
+        "--from",
+        "layouts",
+        multiple=True,
+        metavar="LAYOUT",
+        hidden=True,
+        help="layout of both weight files, or of each",
+    ),
+    weight_options("the layer, in both files or each", many=True, are_hidden=True),
 )
-@weight_options("the layer, in both files or each", many=True)
 @html_option()
 def run(options: Options) -> Result:
     """Print what explains a difference."""
@@ -368,7 +372,8 @@ def _diagnose_traces(options: Options, out: Console) -> Diagnosis:
     else:
         difference = first_difference(sides[0])
         if difference is not None:
-            title, _, numbers = str(difference).partition("\n")
+            # The diagnosis below states how large the error is.
+            title, _, numbers = difference.as_text(with_budget=False).partition("\n")
             out.print(title, style="red", soft_wrap=True)
             if options.verbose:
                 out.print(numbers, soft_wrap=True)

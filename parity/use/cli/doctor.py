@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parity.use.cli.command import Options, Result, command, option
 from parity.use.cli.messages import say_error
-from parity.use.cli.options import check_names, name_list
+from parity.use.cli.options import backend_list, check_names
 
 
 @command(
@@ -19,7 +19,7 @@ from parity.use.cli.options import check_names, name_list
 )
 @option(
     "--require",
-    type=name_list,
+    type=backend_list,
     metavar="A,B",
     help="backends and packages that must not be missing",
 )

@@ -21,56 +21,62 @@ if TYPE_CHECKING:
 ASSUMED_CAUSAL = "is assumed to be causal; if it is not, pass --no-causal"
 
 
-def weight_options(what: str = "", *, many: bool = False) -> Decorator:
+def weight_options(what: str = "", *, many: bool = False, are_hidden: bool = False) -> Decorator:
     """Declare the options that choose layers of a file: `--prefix` for the names of `what`, and
-    ambiguous sizes.
+    sizes that shapes do not show.
+
+    Args:
+        what: the layers; empty for a command that reads all of them.
+        many: whether `--prefix` may be passed once for each file.
+        are_hidden: whether `--help` hides all of them, because the command usually reads a model
+            folder, whose config.json has all this. Otherwise it hides the rare ones.
     """
-    of_sizes = [
-        table_option(),
+    options = [
         option(
             "--num-heads",
             type=int,
             metavar="N",
+            hidden=are_hidden,
             help="query heads, if shapes are ambiguous",
         ),
         option(
             "--num-kv-heads",
             type=int,
             metavar="K",
+            hidden=True,
             help="key/value heads, if shapes are ambiguous",
         ),
         option(
             "--head-dim",
             type=int,
             metavar="H",
+            hidden=True,
             help="features of a head, if shapes are ambiguous",
         ),
         option(
             "--rope-theta",
             type=float,
             metavar="THETA",
+            hidden=True,
             help="base of RoPE's frequencies, for layers with RoPE",
         ),
-    ]
-    if not what:
-        return together(*of_sizes)
-    about = f"common prefix of the names of {what}; {{i}} stands for a number"
-    prefix = option("--prefix", metavar="P", multiple=many, help=about)
-    return together(prefix, *of_sizes)
-
-
-def table_option() -> Decorator:
-    """Declare the option for tables of layouts, which other options then know by their names."""
-    return option(
-        "--layout",
-        "layout_files",
-        multiple=True,
-        metavar="FILE.toml",
-        help=(
-            "a table of a further layout; options that name a layout also accept the file of its "
-            "table"
+        option(
+            "--layout",
+            "layout_files",
+            multiple=True,
+            metavar="FILE.toml",
+            hidden=True,
+            help=(
+                "a table of a further layout; options that name a layout also accept the file of "
+                "its table"
+            ),
         ),
-    )
+    ]
+    if what:
+        about = f"common prefix of the names of {what}; {{i}} stands for a number"
+        prefix = option("--prefix", metavar="P", multiple=many, hidden=are_hidden, help=about)
+        options.insert(0, prefix)
+    return together(*options)
 
 
 def layer_options(options: Options) -> LayerKeywords:

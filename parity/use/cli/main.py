@@ -22,11 +22,21 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import shell_complete
 
 from parity.port.conversion.ignored_settings import IgnoredSettingsWarning
 from parity.use.cli.clone import FROM_A_CLONE, commands_of_a_clone
-from parity.use.cli.command import Command, OneOf, Options, help_option_of
+from parity.use.cli.command import (
+    HELP_FLAGS,
+    Command,
+    OneOf,
+    Option,
+    Options,
+    help_option_of,
+    name_of,
+    output_options,
+)
 from parity.use.cli.messages import (
     input_error,
     is_writable,
@@ -85,6 +95,9 @@ SHELLS = ("bash", "zsh", "fish")
 
 COMPLETE = "_MHA_PARITY_COMPLETE"
 """The variable that a shell sets to get completions."""
+
+PROJECT = "parity.project"
+"""Key of the options of the project in click's context."""
 
 PATIENCE = 5.0
 """Seconds for which an import may continue after a signal.
@@ -151,18 +164,8 @@ def _run(words: list[str], project: ProjectOptions) -> int:
     instruction = os.environ.get(COMPLETE)
     if instruction:
         return _complete(instruction)
-    if not words:
-        words = ["--help"]
-    elif words[0] == "help":
-        if len(words) > 2:
-            raise click.UsageError(f"help describes one command, got {' '.join(words[1:])}")
-        words = [*words[1:], "--help"]
     try:
-        is_help = not {"-h", "--help"}.isdisjoint(words)
-        # The help does not depend on a project, whose file may be wrong.
-        if not is_help:
-            project.read(PROGRAM, words)
-        options = _parsed(words, project)
+        options = _parsed(words or ["--help"], project)
         # Errors are about this command line.
         with options.context.scope(cleanup=False):
             return run_command(options)
@@ -174,11 +177,9 @@ def _run(words: list[str], project: ProjectOptions) -> int:
 
 def _parsed(words: list[str], project: ProjectOptions) -> Options:
     """Return the options of a command line and, where it has none, of the project."""
-    defaults = {words[0]: project.values}
     try:
-        with PROGRAM.make_context(
-            PROGRAM.name, list(words), obj=words, default_map=defaults
-        ) as context:
+        with PROGRAM.make_context(PROGRAM.name, list(words), obj=words) as context:
+            context.meta[PROJECT] = project
             options = PROGRAM.invoke(context)
     except click.UsageError as error:
         project.forget_typed(error.ctx)
@@ -419,11 +420,35 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command of a word; the error for another word has similar names."""
+        """Return a command and its words, which begin with the options before the command.
+
+        The error for an unknown command has similar names. The options of the project become
+        defaults of the command.
+        """
+        if args[0] == "help" and not ctx.resilient_parsing:
+            args = self._words_with_help(ctx, args[1:])
         try:
-            return super().resolve_command(ctx, args)
+            name, command, words = super().resolve_command(ctx, args)
         except click.NoSuchCommand as error:
             raise click.NoSuchCommand(error.command_name, possibilities=COMMANDS, ctx=ctx) from None
+        words = [*_words_of_options(ctx), *words]
+        project = ctx.meta.get(PROJECT)
+        # The help does not depend on a project, whose file may be wrong.
+        if project is not None and name is not None and HELP_FLAGS.isdisjoint(words):
+            project.read(self, name)
+            ctx.default_map = {name: project.values}
+        return name, command, words
+
+    def _words_with_help(self, ctx: click.Context, names: list[str]) -> list[str]:
+        """Return the command line that prints the help of a command; without one, print the help
+        of the program.
+        """
+        if len(names) > 1:
+            raise click.UsageError(f"help describes one command, got {' '.join(names)}")
+        if not names:
+            click.echo(ctx.get_help())
+            ctx.exit()
+        return [*names, "--help"]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands in groups."""
@@ -443,6 +468,21 @@ def command_named(name: str) -> Command:
     command = cast(Command, importlib.import_module(COMMANDS[name]).run)
     command.name = name
     return command
+
+
+def _words_of_options(context: click.Context) -> list[str]:
+    """Return the options of all commands that precede the command on a command line."""
+    words: list[str] = []
+    for option in context.command.params:
+        if not isinstance(option, Option):
+            continue  # --version, for example, has ended the program
+        if context.get_parameter_source(str(option.name)) is not ParameterSource.COMMANDLINE:
+            continue
+        word = name_of(option)
+        if not option.is_flag:
+            word += f"={context.params[str(option.name)]}"
+        words.append(word)
+    return words
 
 
 def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -485,6 +525,8 @@ PROGRAM = CommandGroup(
             callback=_print_completion,
             help="print a script that completes command lines in this shell, and exit",
         ),
+        # Before the command they mean the same as after it.
+        *output_options(),
     ],
 )
 """The command line."""

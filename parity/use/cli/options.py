@@ -180,9 +180,11 @@ def cases_option() -> Decorator:
     )
 
 
-def from_option(about: str = "layout; default: from the file's metadata") -> Decorator:
+def from_option(
+    about: str = "layout; default: from the file's metadata", *, is_hidden: bool = False
+) -> Decorator:
     """Declare the option for the layout of a file."""
-    return option("--from", "layout", metavar="LAYOUT", help=about)
+    return option("--from", "layout", metavar="LAYOUT", hidden=is_hidden, help=about)
 
 
 def params_option() -> Decorator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ class ProjectOptions:
     values: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
 
-    def read(self, program: click.Group, words: Sequence[str]) -> None:
-        """Read the values for a command line, whose own options come first.
+    def read(self, program: click.Group, command: str) -> None:
+        """Read the values for a command, whose command line comes first.
 
         The table has options of all commands by their names, and a table with the name of a command
         the options of this command alone. A command ignores options of others.
@@ -56,7 +56,6 @@ class ProjectOptions:
         for name in program.list_commands(context):
             options_by_command[name] = _options_of(program.get_command(context, name))
         _check_names(table, options_by_command, str(path))
-        command = words[0]
         table_of_command = table.get(command, {})
         for name, option in options_by_command.get(command, {}).items():
             if name in table_of_command:
@@ -166,7 +165,8 @@ def _options_of(command: click.Command | None) -> dict[str, click.Option]:
     """Return the options of a command by their long names without dashes."""
     options: dict[str, click.Option] = {}
     for parameter in command.params if command is not None else ():
-        if isinstance(parameter, click.Option):
+        # --help-all, for example, has no value.
+        if isinstance(parameter, click.Option) and parameter.expose_value:
             options[name_of(parameter).lstrip("-")] = parameter
     return options
 

@@ -134,8 +134,8 @@ MOST_RANDOM = 10_000
 )
 @group(
     "reading weights",
-    from_option(),
-    weight_options("the layers"),
+    from_option(is_hidden=True),
+    weight_options("the layers", are_hidden=True),
 )
 @group(
     "output",

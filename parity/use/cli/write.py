@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parity.measure.text import printable
-from parity.use.cli.command import OneOf, Options, Result, argument, command, option
+from parity.use.cli.command import OneOf, Options, Result, argument, command, group, option
 from parity.use.cli.layers import layer_options, weight_options
 from parity.use.cli.messages import contradiction, input_error, print_out, requires
 from parity.use.cli.options import FrameworkName, from_option
@@ -78,8 +78,11 @@ def _paths(options: Options) -> list[Path]:
     help="also write a test: against the float64 reference, or against a trace, without mha-parity",
 )
 @option("--force", is_flag=True, help="replace files that exist")
-@from_option()
-@weight_options("a layer")
+@group(
+    "reading weights",
+    from_option(is_hidden=True),
+    weight_options("a layer", are_hidden=True),
+)
 def run(options: Options) -> Result:
     """Write the layer, and its test if requested."""
     from parity.measure.files.target import errors_name, write_files

@@ -21,7 +21,7 @@ STYLES = {
     "broken": "bold red",
 }
 
-LABEL = 16
+LABEL = 18
 """Width of the column of checks, in characters: the length of the longest name."""
 
 CELL = 18

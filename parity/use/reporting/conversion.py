@@ -331,11 +331,13 @@ def _print_difference(verdict: Verdict, diagnosis: Diagnosis, out: Console) -> N
     print_line(out, str(verdict.weights))
     _print_stages(verdict.stages, out)
     # Imported here, because conversions, which this module also prints, need no diagnosis.
-    from parity.use.reporting.diagnosis import print_explanation
+    from parity.use.reporting.diagnosis import adds_to_patterns, print_explanation
 
     first_wrong = first_difference(verdict.stages)
     if first_wrong is not None:
-        print_line(out, str(first_wrong), "red")
+        has_diagnosis = diagnosis.is_wrong and adds_to_patterns(diagnosis, verdict.weights)
+        # A diagnosis states how large the error is.
+        print_line(out, first_wrong.as_text(with_budget=not has_diagnosis), "red")
     print_explanation(verdict.weights, diagnosis, out)
 
 

@@ -98,10 +98,14 @@ def print_explanation(
         return
     if diagnosis.kind == "none":
         print_line(out, "on probe inputs, no stage differs by more than rounding")
-        return
-    explains_more = diagnosis.kind == "structure" or weights.unexplained
-    if explains_more and not _repeats(diagnosis, weights):
+    elif adds_to_patterns(diagnosis, weights):
         print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=verbose)
+
+
+def adds_to_patterns(diagnosis: Diagnosis, weights: WeightsComparison) -> bool:
+    """Return whether a diagnosis is printed below the patterns of two files' tensors."""
+    explains_more = diagnosis.kind == "structure" or bool(weights.unexplained)
+    return explains_more and not _repeats(diagnosis, weights)
 
 
 def _repeats(diagnosis: Diagnosis, weights: WeightsComparison) -> bool:
@@ -159,4 +163,5 @@ def _print_side(comparisons: list[Comparison], out: Console, *, verbose: bool) -
         return
     print_line(out, f"{backend} is wrong from {wrong.stage}", "red")
     if verbose:
-        out.print(Text(str(wrong)))
+        # The table has its share of the budget.
+        out.print(Text(wrong.as_text(with_budget=False)))

@@ -35,7 +35,8 @@ def _message(difference: Comparison, report: Report) -> str:
     diagnosis = report.diagnoses.get(difference.key)
     if diagnosis is not None:
         lines.append(diagnosis.text)
-    lines.append(str(difference))
+    # A diagnosis states how large the error is.
+    lines.append(difference.as_text(with_budget=diagnosis is None))
     command = report.commands.get(difference.key)
     if command is not None:
         lines.append(f"Run it again: {command}")

@@ -62,7 +62,8 @@ class ConventionWarning(UserWarning):
 
 NEXT = (
     "to find the bug, describe the layer as a parity.Case, and pass "
-    "problem=parity.make_problem(case, dtype) instead of expected"
+    "problem=parity.make_problem(case, dtype, weights) instead of expected: see "
+    "docs/how-to/own-layer.md, or help(parity.make_problem)"
 )
 """The next step if arrays differ from expected ones."""
 

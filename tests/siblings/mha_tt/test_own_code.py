@@ -105,11 +105,11 @@ def test_conformance_of_function_exits_0(own, capsys):
         "future token": "hidden",
         "masked key": "hidden",
         "padding": "—",
-        "other sequence": "apart",
+        "other sequence": "independent",
         "visible NaN": "propagates",
         "hidden NaN": "leaks",
         "empty row": "mean(V)",
-        "its gradient": "no gradients",
+        "empty row gradient": "no gradients",
         "weights": "—",
         "grouped heads": "repeat",
         "dropout": "—",
@@ -132,7 +132,7 @@ def test_layer_keeps_weights_between_calls():
         "to all tokens",
         "T = S only",
         "—",
-        "apart",
+        "independent",
         "propagates",
     ]
 

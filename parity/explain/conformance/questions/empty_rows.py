@@ -73,7 +73,7 @@ def _is_mean_of_values(exam: Examination, path: Path, inputs: Inputs, row: np.nd
     return bool(np.abs(up + down - 2.0 * row).max() <= 4 * tolerance(up, path.dtype))
 
 
-@asks("its gradient", "are the gradients of a fully masked row finite?")
+@asks("empty row gradient", "are the gradients of a fully masked row finite?")
 def empty_row_gradient(exam: Examination, question: Question) -> Answer:
     if not exam.takes_mask:
         return question.not_offered

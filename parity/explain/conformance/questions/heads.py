@@ -77,7 +77,7 @@ def other_sequence(exam: Examination, question: Question) -> Answer:
         leaks, difference = change(before, after, path, range(TOKENS))
         if leaks:
             return PathAnswer("leaks", Kind.BROKEN, f"sequence 1 is changed: {difference}")
-        return PathAnswer("apart")
+        return PathAnswer("independent")
 
     return exam.answer(question, ask)
 
@@ -140,7 +140,7 @@ def _of_weights(
 ) -> PathAnswer:
     """Check returned attention weights by themselves: their shape, their sums, and hidden keys."""
     if attn_weights is None:
-        return PathAnswer("asked for, not given", Kind.BROKEN, "the attention weights are None")
+        return PathAnswer("requested, not returned", Kind.BROKEN, "the attention weights are None")
     shape = attn_weights.shape
     if shape[-2:] != (TOKENS, TOKENS) or attn_weights.ndim not in (3, 4):
         evidence = f"the attention weights have the shape {shape}"

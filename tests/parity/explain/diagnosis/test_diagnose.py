@@ -1330,6 +1330,12 @@ def test_traces_are_diagnosed(tmp_path, capsys):
     assert main(["diagnose", right]) == 0
     assert main(["diagnose", wrong]) == 1
     assert "RoPE is missing" in capsys.readouterr().out
+    for traces in [wrong], [right, wrong]:
+        assert main(["diagnose", *traces, "-v"]) == 1
+        out = capsys.readouterr().out
+        assert "  worst  " in out
+        # The diagnosis states how large the error is.
+        assert "  allowed  " not in out
     assert main(["diagnose", right, wrong]) == 1
     out = capsys.readouterr().out
     assert "jax is right" in out

@@ -748,6 +748,10 @@ def test_one_element_is_never_rounding(files, by, capsys, tmp_path):
         )
         assert "worst     at (3, 5): " in out
         assert "the same up to rounding" not in out
+        # The size of an error is stated once: by the diagnosis, or with its budget.
+        is_first_stage_shown = "verify/" in out
+        has_budget = "  allowed " in out
+        assert has_budget == (is_first_stage_shown and "times its budget" not in out)
     told = json.loads((tmp_path / "r.json").read_text())["weights"]
     assert (told["kind"], told["same"]) == ("different", False)
     assert told["differences"][0]["worst_index"] == [3, 5]
@@ -817,6 +821,10 @@ def test_pattern_precedes_the_likely_bug(files, capsys):
     )
     assert pattern < bug
     assert "More: mha-parity bugs transposed-kernel" in out
+    assert main(["compare", files(weights, name="a"), files(other)]) == 1
+    out = capsys.readouterr().out
+    assert out.count(" times its budget") == 1
+    assert "  allowed " not in out
 
 
 @pytest.mark.parametrize("is_first", [True, False])

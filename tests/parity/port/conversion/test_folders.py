@@ -765,7 +765,7 @@ def test_unusable_config_is_explained(llama, capsys, tmp_path):
     )
     assert "model_type 'unseen'" in said(capsys, *command, status=2)
     (tmp_path / "m" / "config.json").unlink()
-    assert refuses("--from", hint="no config.json").is_printed_in(said(capsys, *command, status=2))
+    assert "no config.json" in said(capsys, *command, status=2)
     assert "config.json" in said(capsys, "spec", tmp_path / "m", status=2)
     (tmp_path / "m" / "config.json").write_text("{")
     cut = refuses(str(tmp_path / "m" / "config.json"))

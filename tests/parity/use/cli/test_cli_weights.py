@@ -335,10 +335,13 @@ def test_unspecified_layout_is_suggested(source, tmp_path, capsys):
     assert main(words) == 2
     message = capsys.readouterr().err
     remedy = {"--from": "transformers.LLaMA", "--prefix": "model.layers.{i}.self_attn"}
-    assert refuses("--from", remedy=remedy).is_printed_in(message)
+    shown = " with ".join(f"{flag} {shlex.quote(value)}" for flag, value in remedy.items())
     for flag, value in remedy.items():
         words += [flag, value]
-    assert f"try `{shlex.join(['mha-parity', *words])}`" in message
+    command = shlex.join(["mha-parity", *words])
+    beginning = f"mha-parity: error: {source} does not record its layout; {shown} fits; "
+    assert message.startswith(beginning)
+    assert message.endswith(f"; try `{command}`\n")
 
 
 # ---- convert --dry-run ---------------------------------------------------------------------------

@@ -83,6 +83,61 @@ def test_command_help_is_complete(capsys):
         assert capsys.readouterr().out == said
 
 
+def test_help_all_shows_rare_options(capsys):
+    """`--help` leaves out the hidden options of a command, `--help-all` lists them also, and only
+    commands with such options have it.
+    """
+    with_hidden = []
+    for name, page in PAGES.items():
+        hidden = [option for option in page.params if getattr(option, "hidden", False)]
+        assert main([name, "--help"]) == 0
+        usual = capsys.readouterr().out
+        if not hidden:
+            assert "--help-all" not in usual, name
+            continue
+        with_hidden.append(name)
+        assert "--help-all" in usual, name
+        assert main([name, "--help-all"]) == 0
+        said = capsys.readouterr().out
+        for option in hidden:
+            assert f"  {option.opts[0]} " not in usual, name
+            assert f"  {option.opts[0]} " in said, name
+        assert {*usual.split()} <= {*said.split()}, name
+        assert max(map(len, said.splitlines())) <= 100, name
+        # The help after it hides them again.
+        assert main([name, "--help"]) == 0
+        assert capsys.readouterr().out == usual
+    assert {"run", "diagnose", "compare", "plot", "convert", "write"} <= {*with_hidden}
+
+
+def test_options_may_precede_the_command(capsys):
+    """-q, -v and --color mean the same before the command as after it; those after it come last."""
+    printed = {}
+    for words in (
+        "inspect canonical",
+        "-q inspect canonical",
+        "--color always inspect canonical",
+        "--color=always inspect canonical --color never",
+        "inspect canonical --color always",
+    ):
+        assert main(words.split()) == 0, words
+        printed[words] = capsys.readouterr().out
+    plain, quiet, colored, last_counts, after = printed.values()
+    assert quiet == ""
+    assert "\x1b[" in colored
+    assert colored == after
+    assert last_counts == plain
+    errors = {
+        "-q": "missing command; `mha-parity --help` ",
+        "-q bugs -v": "--quiet cannot be combined with --verbose; ",
+        "--color purple bugs": "--color 'purple' is not one of 'auto', 'always', 'never'; ",
+        "-q rnu": "unknown command 'rnu'; did you mean 'run'?",
+    }
+    for words, error in errors.items():
+        assert main(words.split()) == 2, words
+        assert capsys.readouterr().err.startswith(f"mha-parity: error: {error}"), words
+
+
 def test_bare_command_prints_the_help(capsys):
     """`mha-parity` and `mha-parity help` print the help with all commands in groups."""
     printed = set()
@@ -142,7 +197,9 @@ def test_help_imports_no_slow_module():
 
 
 def test_pages_use_existing_options():
-    """Every option that a page of the documentation shows for a command exists."""
+    """Every option that a page of the documentation shows for a command exists, also in the
+    rows of a table.
+    """
     pages = [
         ROOT / "README.md",
         *ROOT.glob("docs/**/*.md"),
@@ -166,6 +223,11 @@ def test_pages_use_existing_options():
                 seen += 1
                 if option not in flags[command] | {"--no-causal", "--help"}:
                     wrong.append(f"{page.name}: {command} {option}")
+        # Rows of a table describe options of the commands that the page calls.
+        options = {"--help"}.union(*(flags.get(name, ()) for name in called))
+        for option in re.findall(r"^\| `(--[a-z][\w-]*)", text, re.MULTILINE):
+            if option not in options:
+                wrong.append(f"{page.name}: a row of {option}")
     assert seen > 50
     assert wrong == []
 
@@ -393,7 +455,7 @@ def test_project_sets_options(tmp_path, monkeypatch, capsys):
         '[tool.mha-parity.run]\ncases = ["rope-g*", "causal"]\njoin = ["a", "b"]\n'
     )
     options = ProjectOptions()
-    options.read(PROGRAM, ["run"])
+    options.read(PROGRAM, "run")
     defaults = options.values
     assert PAGES["run"].make_context("run", [], default_map=defaults).params.items() >= {
         ("allow_skipped", True),
@@ -650,6 +712,7 @@ def test_doctor_lists_optional_packages(tmp_path, capsys, monkeypatch):
     ("required", "status", "line"),
     [
         ("torch,matplotlib", 0, ""),
+        ("ttnn", 1, "tt needs ttnn_is_not_here"),
         (
             "tt,orbax-checkpoint",
             1,

@@ -179,6 +179,8 @@ def test_github_format_has_annotations(capsys):
     assert all(line.isprintable() for line in lines)
     assert "%0ARun it again%3A" not in lines[0]
     assert "%0ARun it again: mha-parity run --backends torch --cases full" in lines[0]
+    # The diagnosis states how large the error is.
+    assert "%0A  allowed " not in lines[0]
     assert main(["run", "--cases", "textbook", "--backends", "torch", *words[-2:]]) == 0
     assert capsys.readouterr().out.startswith("::notice title=mha-parity::torch agrees ")
 

@@ -587,8 +587,8 @@ def test_torch_uses_the_device_of_the_run():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--backends", "torch", "--device", "cuda:9"], ("one that torch has here", "cuda:9")),
-        (["--backends", "torch", "--device", "gpu"], ("one that torch has here", "gpu")),
+        (["--backends", "torch", "--device", "cuda:9"], ("--device cuda:9: ",)),
+        (["--backends", "torch", "--device", "gpu"], ("--device gpu: ",)),
         (["--backends", "jax", "--device", "cuda"], ("without the backend torch",)),
     ],
     ids=["absent", "unknown", "not-torch"],
@@ -603,3 +603,11 @@ def test_unavailable_device_fails_first(capsys, options, words):
     assert len(err.splitlines()) == 1
     for word in words:
         assert word in err
+
+
+def test_missing_cuda_is_named(monkeypatch):
+    """If PyTorch was built without CUDA, the error says so."""
+    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: False)
+    with refuses("device", device="cuda:9") as error:
+        on_device("cuda:9")
+    assert str(error.value) == "device='cuda:9': this PyTorch has no CUDA"

@@ -349,6 +349,8 @@ def test_message_begins_with_first_stage():
     assert lines[0] == "parity/scores: actual differs from expected (float32)"
     assert lines[-3:-1] == ["  agree       q, k", "  also differ attn_weights, output"]
     assert NEXT in lines[-1]
+    (page,) = re.findall(r"docs/\S+\.md", NEXT)
+    assert (ROOT / page).exists()
 
 
 def test_steps_are_ordered_by_number():
