@@ -140,6 +140,12 @@ def table_of_tools(folder: Path) -> str:
     return LINK.sub(lambda link: os.path.normpath(f"how-to/{link[0]}"), "\n".join(rows)) + "\n"
 
 
+SEND_AT_ONCE = "import sys; sys.stdout.flush_interval = 600"
+"""A kernel sends what a cell prints every 0.2 seconds, and myst-nb begins a new line at each part:
+within a line, if a cell prints it slowly.
+"""
+
+
 def write_kernel(folder: Path, name: str, python: Path) -> None:
     """Write a kernel of notebooks next to the pages.
 
@@ -153,6 +159,7 @@ def write_kernel(folder: Path, name: str, python: Path) -> None:
         "-m",
         "ipykernel_launcher",
         "--log-level=ERROR",
+        f"--IPKernelApp.exec_lines={SEND_AT_ONCE}",
         "-f",
         "{connection_file}",
     ]
