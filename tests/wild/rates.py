@@ -66,7 +66,12 @@ def verdict_on(job: Job) -> Verdict:
         "output_only": job.output_only,
     }
     if isinstance(record, Bug):
-        verdict |= {"says": record.says, "stage": record.stage, "limited": dict(record.limited), "pattern": record.pattern}
+        verdict |= {
+            "says": record.says,
+            "stage": record.stage,
+            "limited": dict(record.limited),
+            "pattern": record.pattern,
+        }
         verdict["in_output"] = record.in_output
         observed, problem = record.observed(output_only=job.output_only), record.problem
     else:
@@ -136,7 +141,8 @@ def is_located(verdict: Verdict) -> bool:
     unnamed = [each for each in verdict.get("said", {}).get("findings", []) if not each["bugs"]]
     description = unnamed[0]["description"] if unnamed else None
     is_somewhere = description is not None and (
-        description["location"]["words"] != "everywhere" or any("are NaN: only" in sign for sign in description["signs"])
+        description["location"]["words"] != "everywhere"
+        or any("are NaN: only" in sign for sign in description["signs"])
     )
     return bool(verdict["names"]) or is_somewhere or bool(description and description["patterns"])
 
