@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import is_dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -83,8 +83,7 @@ class InputError(ValueError):
     def __str__(self) -> str:
         if isinstance(self.got, str):
             got = [self.got]
-        elif list(self.got) == [self.argument] and self.got[self.argument] is not True:
-            # The message begins with its name. (A flag that is set has no value.)
+        elif self._names_its_value:
             got = [_value(self.argument, self.got[self.argument])]
         else:
             got = [_setting(*item) for item in self.got.items()]
@@ -105,6 +104,14 @@ class InputError(ValueError):
             if len(text) <= MAX_LENGTH:
                 break
         return text
+
+    @property
+    def _names_its_value(self) -> bool:
+        """Whether the message begins with the name of its only value."""
+        if self.statement or list(self.got) != [self.argument]:
+            return False
+        # A flag that is set has no value.
+        return cast(dict[str, Any], self.got)[self.argument] is not True
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = dict(vars(self))
