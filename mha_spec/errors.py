@@ -107,7 +107,7 @@ class InputError(ValueError):
 
     @property
     def _names_its_value(self) -> bool:
-        """Whether the message begins with the name of its only value."""
+        """Return whether the message begins with the name of its only value."""
         if self.statement or list(self.got) != [self.argument]:
             return False
         # A flag that is set has no value.
