@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import ROOT
-from helpers.refusals import Misuse, refuses
+from helpers.input_errors import Misuse, rejects
 from helpers.samples import sample
 
 import parity.measure.backends
@@ -738,28 +738,28 @@ def test_single_framework_is_measured(tiny_plan, as_users_have_it):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "refusal"),
+    ("arguments", "input_error"),
     [
-        (["--suites", "cores,speed"], refuses("--suites", {"--suites": "speed"})),
-        (["--backends", "tt"], refuses("--backends", {"--backends": "tt"})),
-        (["--dtypes", "float64"], refuses("--dtypes", {"--dtypes": "float64"})),
-        (["--device", "tpu"], refuses("--device", {"--device": "tpu"})),
-        (["--plot", "a.png", "--suites", "cores"], refuses("--plot", {"--suites": "cores"})),
+        (["--suites", "cores,speed"], rejects("--suites", {"--suites": "speed"})),
+        (["--backends", "tt"], rejects("--backends", {"--backends": "tt"})),
+        (["--dtypes", "float64"], rejects("--dtypes", {"--dtypes": "float64"})),
+        (["--device", "tpu"], rejects("--device", {"--device": "tpu"})),
+        (["--plot", "a.png", "--suites", "cores"], rejects("--plot", {"--suites": "cores"})),
         (["--layers", "0", "--num-heads", "2"], Misuse("--layers and --num-heads require --model")),
         (
             ["--model", "x", "--suites", "cores"],
             Misuse("--model cannot be combined with --suites or --plot"),
         ),
-        (["--plot", "a.pdf"], refuses("--plot", {"--plot": "a.pdf"})),
-        (["--json", "/nowhere/a.json"], refuses("--json", "/nowhere/a.json: ")),
+        (["--plot", "a.pdf"], rejects("--plot", {"--plot": "a.pdf"})),
+        (["--json", "/nowhere/a.json"], rejects("--json", "/nowhere/a.json: ")),
     ],
 )
-def test_bad_usage_of_bench_exits_2(capsys, arguments, refusal):
+def test_bad_usage_of_bench_exits_2(capsys, arguments, input_error):
     """An invalid option of `bench` exits with status 2 and an error with the option and its
     value.
     """
     assert main(["bench", *arguments]) == 2
-    assert refusal.is_printed_in(capsys.readouterr().err)
+    assert input_error.is_printed_in(capsys.readouterr().err)
 
 
 def test_missing_framework_is_left_out(monkeypatch, capsys):
@@ -782,7 +782,7 @@ def test_missing_device_is_rejected(monkeypatch, capsys):
     """--device cuda without a GPU exits with status 2 and an error about it."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "--device", "cuda"]) == 2
-    assert refuses("a GPU", "torch").is_printed_in(capsys.readouterr().err)
+    assert rejects("a GPU", "torch").is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.costly("modules that a new process imports")
@@ -889,7 +889,7 @@ def test_plot_without_rows_writes_nothing(tmp_path):
     """
     plot_growth(Bench(GROWING, {}), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    with refuses("a plot", "none"):
+    with rejects("a plot", "none"):
         plot_growth(Bench([], {}), tmp_path / "b.png")
     assert os.listdir(tmp_path) == ["a.png"]
 

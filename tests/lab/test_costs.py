@@ -1,7 +1,7 @@
 """Tests of computed memory and traffic of devices, and of collectives in programs."""
 
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 from mha_spec import AttentionSpec
 from parity_lab.costs import PLANS, cost_of
@@ -50,20 +50,20 @@ def test_ring_sends_more_than_heads_plan():
 
 
 @pytest.mark.parametrize(
-    ("plan", "devices", "refusal"),
+    ("plan", "devices", "input_error"),
     [
-        ("tensor", 128, refuses("devices", "64 query heads and devices=128")),
-        ("heads for tokens", 16, refuses("devices", "8 key/value heads and devices=16")),
-        ("data", 3, refuses("devices", "64 sequences and devices=3")),
-        ("pipeline", 2, refuses("plan", plan="pipeline")),
-        ("data", 0, refuses("devices", devices=0)),
+        ("tensor", 128, rejects("devices", "64 query heads and devices=128")),
+        ("heads for tokens", 16, rejects("devices", "8 key/value heads and devices=16")),
+        ("data", 3, rejects("devices", "64 sequences and devices=3")),
+        ("pipeline", 2, rejects("plan", plan="pipeline")),
+        ("data", 0, rejects("devices", devices=0)),
     ],
 )
-def test_indivisible_plan_has_no_cost(plan, devices, refusal):
+def test_indivisible_plan_has_no_cost(plan, devices, input_error):
     """A number of devices that does not divide heads or sequences, zero devices, or an
     unknown plan raises an error.
     """
-    with refusal:
+    with input_error:
         cost_of(LLAMA_70B, plan, devices, batch=64, tokens=8192)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from rich.console import Console
 
 from mha_spec import Norm
@@ -134,10 +134,10 @@ def test_sequence_mesh_divides_tokens():
 def test_too_large_mesh_fails(capsys):
     """A mesh larger than the number of devices exits with 2 and names `--virtual-devices`."""
     said = command("data=4", "--virtual-devices", "2", "--cases", "causal", status=2)
-    assert refuses("--virtual-devices", {"--virtual-devices": 2}).is_printed_in(said)
+    assert rejects("--virtual-devices", {"--virtual-devices": 2}).is_printed_in(said)
     assert main(["mesh", "data=2,tensor=4", "--backends", "jax", "--cases", "causal"]) == 2
-    refusal = refuses("mesh", "data=2,tensor=4 and 1", hint="--virtual-devices 8")
-    assert refusal.is_printed_in(capsys.readouterr().err)
+    input_error = rejects("mesh", "data=2,tensor=4 and 1", hint="--virtual-devices 8")
+    assert input_error.is_printed_in(capsys.readouterr().err)
 
 
 def test_impossible_mesh_gets_no_hint(capsys):
@@ -148,27 +148,27 @@ def test_impossible_mesh_gets_no_hint(capsys):
     words = ["mesh", f"tensor={wanted}", "--cases", "causal", "--backends", "jax"]
     assert main([*words, "--virtual-devices", str(wanted)]) == 2
     flag = "--virtual-devices"
-    assert refuses(flag, {flag: wanted}).is_printed_in(capsys.readouterr().err)
+    assert rejects(flag, {flag: wanted}).is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("mesh", ["heads=2", "data=2,data=2", "data=0", "data"])
 def test_invalid_mesh_fails(mesh, capsys):
     """A mesh with an unknown, repeated, zero or missing size exits with 2."""
     assert main(["mesh", mesh, "--backends", "jax", "--cases", "causal"]) == 2
-    assert refuses("mesh", mesh=mesh).is_printed_in(capsys.readouterr().err)
+    assert rejects("mesh", mesh=mesh).is_printed_in(capsys.readouterr().err)
 
 
 def test_mesh_with_one_device_backend_fails(capsys, monkeypatch):
     """A mesh with a backend that runs on one device exits with 2 and names the backend."""
     monkeypatch.setattr(mesh_backend, "BACKENDS_ON_MESH", ("jax",))
     assert main(["mesh", "data=2", "--backends", "torch", "--cases", "causal"]) == 2
-    assert refuses("mesh", backend="torch").is_printed_in(capsys.readouterr().err)
+    assert rejects("mesh", backend="torch").is_printed_in(capsys.readouterr().err)
 
 
 def test_mesh_that_divides_no_case_fails():
     """A run whose cases are all skipped is an error with the reasons."""
     case = Case("a", AttentionSpec(32, 4, shared_kv=True), "")
-    with refuses("mesh", "the keys and values of another layer"):
+    with rejects("mesh", "the keys and values of another layer"):
         run_on_mesh([case], ["jax"], MeshPlan())
 
 
@@ -182,7 +182,7 @@ def test_mesh_is_parsed_and_printed():
     assert parse_mesh("tensor=4, data=2") == MeshPlan(data=2, tensor=4)
     assert str(MeshPlan(data=2, tensor=4)) == "data=2,tensor=4"
     assert (MeshPlan(data=2, tensor=4).size, MeshPlan().size) == (8, 1)
-    with refuses("axes", axes="auto"):
+    with rejects("axes", axes="auto"):
         MeshPlan(axes="auto")
 
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 import mha_torch
@@ -237,7 +237,7 @@ def test_injected_bug_is_removed():
 
 def test_unknown_bug_is_rejected():
     """Running with an unknown bug raises an error with its name."""
-    with refuses("bug", bug="no-such"):
+    with rejects("bug", bug="no-such"):
         run_with_bug("no-such", CASES["full"], "torch")
 
 
@@ -275,4 +275,4 @@ def test_selftest_fails_if_bug_survives(capsys, monkeypatch):
 def test_bad_usage_of_selftest_exits_2(capsys, flag, value):
     """An unknown case or backend exits with status 2 and an error with the option and its value."""
     assert main(["selftest", flag, value]) == 2
-    assert refuses(flag, {flag: value}).is_printed_in(capsys.readouterr().err)
+    assert rejects(flag, {flag: value}).is_printed_in(capsys.readouterr().err)

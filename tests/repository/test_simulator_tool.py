@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 TOOL = ROOT / "tools" / "tt-simulator"
 ELF = b"\x7fELF and so on"
@@ -63,7 +63,7 @@ def test_unknown_library_name_is_rejected(capsys, tool, tmp_path):
     """A library named libttsim.so exits with status 2 and an error with the valid names."""
     (tmp_path / "libttsim.so").write_bytes(ELF)
     message = message_of(capsys, tool, tmp_path / "libttsim.so")
-    assert refuses("the simulator", "libttsim.so'").is_printed_in(message)
+    assert rejects("the simulator", "libttsim.so'").is_printed_in(message)
     assert [
         name for name in ("libttsim_bh.so", "libttsim_wh.so", "wolfpine") if name not in message
     ] == []
@@ -71,7 +71,7 @@ def test_unknown_library_name_is_rejected(capsys, tool, tmp_path):
 
 def test_missing_library_is_rejected(capsys, tool, tmp_path):
     """A library that does not exist exits with status 2 and an error with its name."""
-    assert refuses("the simulator", "libttsim_wh.so'").is_printed_in(
+    assert rejects("the simulator", "libttsim_wh.so'").is_printed_in(
         message_of(capsys, tool, tmp_path / "libttsim_wh.so")
     )
 
@@ -79,14 +79,14 @@ def test_missing_library_is_rejected(capsys, tool, tmp_path):
 def test_non_elf_library_is_rejected(capsys, tool, library):
     """A file that is not an ELF library exits with status 2 and an error with its path."""
     library.write_text("<html>not found</html>")
-    assert refuses("the simulator", str(library)).is_printed_in(message_of(capsys, tool, library))
+    assert rejects("the simulator", str(library)).is_printed_in(message_of(capsys, tool, library))
 
 
 def test_wrong_sha256_is_rejected(capsys, tool, library):
     """A library with a different SHA-256 exits with status 2 and an error with both."""
     found = hashlib.sha256(ELF).hexdigest()
     message = message_of(capsys, tool, library, "--sha256", "0" * 64)
-    assert refuses("the simulator", found, where="tt-simulator").is_printed_in(message)
+    assert rejects("the simulator", found, where="tt-simulator").is_printed_in(message)
     assert "0" * 64 in message
 
 
@@ -94,8 +94,8 @@ def test_mismatched_options_are_rejected(capsys, tool, library):
     """--arch with a library, and --sha256 with wolfpine, exit with status 2 and an error with
     the option.
     """
-    assert refuses("--arch", "wh").is_printed_in(message_of(capsys, tool, library, "--arch", "wh"))
-    assert refuses("--sha256", "wolfpine").is_printed_in(
+    assert rejects("--arch", "wh").is_printed_in(message_of(capsys, tool, library, "--arch", "wh"))
+    assert rejects("--sha256", "wolfpine").is_printed_in(
         message_of(capsys, tool, "wolfpine", "--sha256", "0" * 64)
     )
 
@@ -109,7 +109,7 @@ def test_python_without_ttnn_is_rejected(capsys, tool, library, tmp_path):
     (tmp_path / "python").chmod(0o755)
     for name in ("python", "none"):
         message = message_of(capsys, tool, library, "--python", tmp_path / name)
-        assert refuses("--python", str(tmp_path / name)).is_printed_in(message)
+        assert rejects("--python", str(tmp_path / name)).is_printed_in(message)
 
 
 @pytest.mark.costly("a shell reads what is printed")

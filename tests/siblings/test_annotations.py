@@ -110,7 +110,7 @@ def array_arguments(package):
     return arguments
 
 
-def refusal_of(argument, **values):
+def input_error_of(argument, **values):
     """Return the error of a call with only these arguments."""
     with pytest.raises(InputError) as raised:
         argument.call(**({"self": None} if "." in argument.call.__qualname__ else {}), **values)
@@ -133,7 +133,7 @@ def test_other_types_raise(sibling):
         if argument.is_required:
             others.append(None)
         for other in others:
-            error = refusal_of(argument, **{argument.name: other})
+            error = input_error_of(argument, **{argument.name: other})
             assert (str(argument), error.argument) == (str(argument), argument.name)
             assert isinstance(error, InputTypeError)
 
@@ -160,7 +160,7 @@ def test_other_ranks_raise(sibling):
         if not argument.has_batch_axes:
             ranks.append((1, *argument.shape()))
         for shape in ranks:
-            error = refusal_of(argument, **{argument.name: argument.of_shape(sibling, shape)})
+            error = input_error_of(argument, **{argument.name: argument.of_shape(sibling, shape)})
             assert (str(argument), error.argument) == (str(argument), argument.name)
             assert error.got == {f"{argument.name}.shape": shape}
 
@@ -172,7 +172,7 @@ def test_other_kinds_raise(sibling):
     for argument in array_arguments(sibling.package):
         wrong_kind = np.int32 if argument.kind is np.float32 else np.float32
         x = argument.of_shape(sibling, argument.shape() or (3, 5), wrong_kind)
-        error = refusal_of(argument, **{argument.name: x})
+        error = input_error_of(argument, **{argument.name: x})
         assert (str(argument), error.argument) == (str(argument), argument.name)
         assert isinstance(error, InputTypeError)
         assert list(error.got) == [f"{argument.name}.dtype"]
@@ -195,7 +195,7 @@ def test_different_sizes_of_an_axis_raise(sibling):
             first.name: first.of_shape(sibling, first.shape()),
             second.name: second.of_shape(sibling, second.shape(**{axis: 9})),
         }
-        error = refusal_of(first, **values)
+        error = input_error_of(first, **values)
         assert (str(second), error.argument) == (str(second), second.name)
         assert error.got == {
             f"{second.name}.shape": second.shape(**{axis: 9}),
@@ -219,7 +219,7 @@ def test_flags_must_be_booleans(sibling):
                 argument = ArrayArgument(call, function, name, None, False, False)
                 flags.append(str(argument))
                 for wrong in (1, "no", np.ones(3)):
-                    assert (str(argument), refusal_of(argument, **{name: wrong}).argument) == (
+                    assert (str(argument), input_error_of(argument, **{name: wrong}).argument) == (
                         str(argument),
                         name,
                     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 
 import parity
@@ -94,7 +94,7 @@ def converted(sibling, x):
     return sibling.option(x)
 
 
-def assert_error(sibling, function, args, keywords, refusal):
+def assert_error(sibling, function, args, keywords, input_error):
     """Call a function of the package, or a module, and expect the error."""
     if isinstance(function, str):
         path, function = function.split("."), sibling.package
@@ -102,7 +102,7 @@ def assert_error(sibling, function, args, keywords, refusal):
             function = getattr(function, part)
     args = [converted(sibling, x) for x in args]
     keywords = {name: converted(sibling, x) for name, x in keywords.items()}
-    with refusal:
+    with input_error:
         function(*args, **keywords)
 
 
@@ -136,253 +136,253 @@ def fused_kernel(sibling):
 
 
 STAGES = {
-    "split_heads rank": ("split_heads", (ones(3, 64), 2), {}, refuses("x", {"x.shape": (3, 64)})),
+    "split_heads rank": ("split_heads", (ones(3, 64), 2), {}, rejects("x", {"x.shape": (3, 64)})),
     "split_heads integers": (
         "split_heads",
         (integers(2, 3, 64), 2),
         {},
-        refuses_type("x…", {"x.dtype": ...}),
+        rejects_type("x…", {"x.dtype": ...}),
     ),
-    "split_heads list": ("split_heads", ([[[1.0, 2.0]]], 2), {}, refuses_type("x", "list")),
+    "split_heads list": ("split_heads", ([[[1.0, 2.0]]], 2), {}, rejects_type("x", "list")),
     "split_heads width": (
         "split_heads",
         (ones(2, 3, 64), 3),
         {},
-        refuses("the width", width=64, num_heads=3),
+        rejects("the width", width=64, num_heads=3),
     ),
-    "split_heads 0": ("split_heads", (ones(2, 3, 64), 0), {}, refuses("num_heads", num_heads=0)),
+    "split_heads 0": ("split_heads", (ones(2, 3, 64), 0), {}, rejects("num_heads", num_heads=0)),
     "split_heads float": (
         "split_heads",
         (ones(2, 3, 64), 2.0),
         {},
-        refuses_type("num_heads", num_heads=2.0),
+        rejects_type("num_heads", num_heads=2.0),
     ),
     "combine_heads rank": (
         "combine_heads",
         (ones(2, 3, 64),),
         {},
-        refuses("x", {"x.shape": (2, 3, 64)}),
+        rejects("x", {"x.shape": (2, 3, 64)}),
     ),
     "combine_heads integers": (
         "combine_heads",
         (integers(2, 2, 3, 32),),
         {},
-        refuses_type("x…", {"x.dtype": ...}),
+        rejects_type("x…", {"x.dtype": ...}),
     ),
     "repeat_kv_heads rank": (
         "repeat_kv_heads",
         (ones(2, 3, 4), 2),
         {},
-        refuses("x", {"x.shape": (2, 3, 4)}),
+        rejects("x", {"x.shape": (2, 3, 4)}),
     ),
     "repeat_kv_heads groups": (
         "repeat_kv_heads",
         (HEADS, 3),
         {},
-        refuses("num_heads", num_heads=3, num_kv_heads=2),
+        rejects("num_heads", num_heads=3, num_kv_heads=2),
     ),
-    "repeat_kv_heads 0": ("repeat_kv_heads", (HEADS, 0), {}, refuses("num_heads", num_heads=0)),
+    "repeat_kv_heads 0": ("repeat_kv_heads", (HEADS, 0), {}, rejects("num_heads", num_heads=0)),
     "scores query rank": (
         "attention_scores",
         (ones(2, 3, 4), HEADS),
         {},
-        refuses("query", {"query.shape": (2, 3, 4)}),
+        rejects("query", {"query.shape": (2, 3, 4)}),
     ),
     "scores key rank": (
         "attention_scores",
         (HEADS, ones(2, 3, 4)),
         {},
-        refuses("key", {"key.shape": (2, 3, 4)}),
+        rejects("key", {"key.shape": (2, 3, 4)}),
     ),
     "scores integers": (
         "attention_scores",
         (integers(2, 2, 3, 32), HEADS),
         {},
-        refuses_type("query…", {"query.dtype": ...}),
+        rejects_type("query…", {"query.dtype": ...}),
     ),
     "scores head_dim": (
         "attention_scores",
         (HEADS, ones(2, 2, 3, 64)),
         {},
-        refuses("key", {"key.shape": (2, 2, 3, 64), "query.shape": (2, 2, 3, 32)}),
+        rejects("key", {"key.shape": (2, 2, 3, 64), "query.shape": (2, 2, 3, 32)}),
     ),
     "scores batch": (
         "attention_scores",
         (HEADS, ones(3, 2, 3, 32)),
         {},
-        refuses("key", {"key.shape": (3, 2, 3, 32), "query.shape": (2, 2, 3, 32)}),
+        rejects("key", {"key.shape": (3, 2, 3, 32), "query.shape": (2, 2, 3, 32)}),
     ),
     "scores groups": (
         "attention_scores",
         (ones(2, 3, 3, 32), HEADS),
         {},
-        refuses("num_heads", num_heads=3, num_kv_heads=2),
+        rejects("num_heads", num_heads=3, num_kv_heads=2),
     ),
     "scores bias": (
         "attention_scores",
         (HEADS, HEADS, floats(5)),
         {},
-        refuses("bias", {"bias.shape": (5,)}),
+        rejects("bias", {"bias.shape": (5,)}),
     ),
     "softmax sinks": (
         "masked_softmax",
         (HEADS, None, HEADS),
         {},
-        refuses("sinks", {"sinks.shape": (2, 2, 3, 32)}),
+        rejects("sinks", {"sinks.shape": (2, 2, 3, 32)}),
     ),
     "softmax integer sinks": (
         "masked_softmax",
         (HEADS, None, table("sinks", 2, dtype=np.int32)),
         {},
-        refuses_type("sinks…"),
+        rejects_type("sinks…"),
     ),
     "attention without its sinks": (
         "scaled_dot_product_attention",
         (HEADS, HEADS, HEADS, AttentionSpec(64, 2, sinks=True)),
         {},
-        refuses("learned", missing=["sinks"], unexpected=[]),
+        rejects("learned", missing=["sinks"], unexpected=[]),
     ),
     "scores relative bias": (
         "attention_scores",
         (HEADS, HEADS, None, RELATIVE),
         {"learned": learned(relative_bias=ones(2, 8))},
-        refuses("relative_bias", {"relative_bias.shape": (2, 8)}),
+        rejects("relative_bias", {"relative_bias.shape": (2, 8)}),
     ),
     "scores integer relative bias": (
         "attention_scores",
         (HEADS, HEADS, None, RELATIVE),
         {"learned": learned(relative_bias=table("relative_bias", 8, 2, dtype=np.int32))},
-        refuses_type("relative_bias…"),
+        rejects_type("relative_bias…"),
     ),
     "scores of more tokens than a grid has": (
         "attention_scores",
         (HEADS, HEADS, None, AttentionSpec(64, 2, relative_bias=GridBias(1, 2))),
         {"learned": learned(relative_bias=GRID)},
-        refuses("tokens", {"(T, S)": (3, 3)}),
+        rejects("tokens", {"(T, S)": (3, 3)}),
     ),
     "scores with a relative bias of no spec": (
         "attention_scores",
         (HEADS, HEADS),
         {"learned": learned(relative_bias=ones(8, 2))},
-        refuses("learned", missing=[], unexpected=["relative_bias"]),
+        rejects("learned", missing=[], unexpected=["relative_bias"]),
     ),
     "attention without its relative bias": (
         "scaled_dot_product_attention",
         (HEADS, HEADS, HEADS, RELATIVE),
         {},
-        refuses("learned", missing=["relative_bias"], unexpected=[]),
+        rejects("learned", missing=["relative_bias"], unexpected=[]),
     ),
     "scores relative keys": (
         "attention_scores",
         (HEADS, HEADS, None, PRODUCTS),
         {"learned": learned(relative_keys=ones(3, 3))},
-        refuses("relative_keys", {"relative_keys.shape": (3, 3)}),
+        rejects("relative_keys", {"relative_keys.shape": (3, 3)}),
     ),
     "scores integer relative keys": (
         "attention_scores",
         (HEADS, HEADS, None, PRODUCTS),
         {"learned": learned(relative_keys=table("relative_keys", 4, 32, dtype=np.int32))},
-        refuses_type("relative_keys…"),
+        rejects_type("relative_keys…"),
     ),
     "scores with relative queries of no side": (
         "attention_scores",
         (HEADS, HEADS, None, PRODUCTS),
         {"learned": learned(relative_keys=VECTORS, relative_queries=VECTORS)},
-        refuses("learned", missing=[], unexpected=["relative_queries"]),
+        rejects("learned", missing=[], unexpected=["relative_queries"]),
     ),
     "attention without its relative keys": (
         "scaled_dot_product_attention",
         (HEADS, HEADS, HEADS, PRODUCTS),
         {},
-        refuses("learned", missing=["relative_keys"], unexpected=[]),
+        rejects("learned", missing=["relative_keys"], unexpected=[]),
     ),
     "scores of some heads of a spec": (
         "attention_scores",
         (HEADS, HEADS, None, SLOPES),
         {},
-        refuses("query", {"query.shape": (2, 2, 3, 32)}),
+        rejects("query", {"query.shape": (2, 2, 3, 32)}),
     ),
     "attention of wider heads than a spec's": (
         "scaled_dot_product_attention",
         (ones(2, 4, 3, 64), ones(2, 4, 3, 64), ones(2, 4, 3, 64), SLOPES),
         {},
-        refuses("query", {"query.shape": (2, 4, 3, 64)}),
+        rejects("query", {"query.shape": (2, 4, 3, 64)}),
     ),
     "softmax rank": (
         "masked_softmax",
         (ones(3, 4),),
         {},
-        refuses("scores", {"scores.shape": (3, 4)}),
+        rejects("scores", {"scores.shape": (3, 4)}),
     ),
     "softmax integers": (
         "masked_softmax",
         (integers(2, 2, 3, 32),),
         {},
-        refuses_type("scores…", {"scores.dtype": ...}),
+        rejects_type("scores…", {"scores.dtype": ...}),
     ),
     "softmax float mask": (
         "masked_softmax",
         (HEADS, floats(3, 32)),
         {},
-        refuses_type("mask", {"mask.dtype": ...}),
+        rejects_type("mask", {"mask.dtype": ...}),
     ),
     "softmax mask": (
         "masked_softmax",
         (HEADS, booleans(5)),
         {},
-        refuses("mask", {"mask.shape": (5,)}),
+        rejects("mask", {"mask.shape": (5,)}),
     ),
     "context rank": (
         "attention_context",
         (ones(2, 3, 3), HEADS),
         {},
-        refuses("attn_weights", {"attn_weights.shape": (2, 3, 3)}),
+        rejects("attn_weights", {"attn_weights.shape": (2, 3, 3)}),
     ),
     "context value rank": (
         "attention_context",
         (ones(2, 2, 3, 3), ones(2, 3, 4)),
         {},
-        refuses("value", {"value.shape": (2, 3, 4)}),
+        rejects("value", {"value.shape": (2, 3, 4)}),
     ),
     "context integers": (
         "attention_context",
         (ones(2, 2, 3, 3), integers(2, 2, 3, 32)),
         {},
-        refuses_type("value…", {"value.dtype": ...}),
+        rejects_type("value…", {"value.dtype": ...}),
     ),
     "context keys": (
         "attention_context",
         (ones(2, 2, 3, 5), HEADS),
         {},
-        refuses("value", {"value.shape": (2, 2, 3, 32), "attn_weights.shape": (2, 2, 3, 5)}),
+        rejects("value", {"value.shape": (2, 2, 3, 32), "attn_weights.shape": (2, 2, 3, 5)}),
     ),
-    "dropout rate 1": ("apply_dropout", (HEADS, 1.0), {}, refuses("dropout", dropout=1.0)),
-    "dropout rate negative": ("apply_dropout", (HEADS, -0.5), {}, refuses("dropout", dropout=-0.5)),
+    "dropout rate 1": ("apply_dropout", (HEADS, 1.0), {}, rejects("dropout", dropout=1.0)),
+    "dropout rate negative": ("apply_dropout", (HEADS, -0.5), {}, rejects("dropout", dropout=-0.5)),
     "dropout float keep": (
         "apply_dropout",
         (HEADS, 0.5, floats(3, 32)),
         {},
-        refuses_type("keep", {"keep.dtype": ...}),
+        rejects_type("keep", {"keep.dtype": ...}),
     ),
     "dropout keep": (
         "apply_dropout",
         (HEADS, 0.5, booleans(5)),
         {},
-        refuses("keep", {"keep.shape": (5,)}),
+        rejects("keep", {"keep.shape": (5,)}),
     ),
     "dropout rate text": (
         "apply_dropout",
         (HEADS, "0.5"),
         {},
-        refuses_type("dropout", dropout="0.5"),
+        rejects_type("dropout", dropout="0.5"),
     ),
     "project_qkv spec": (
         "project_qkv",
         (lambda sibling: lambda name, x: x, ones(2, 3, 64), ones(2, 3, 64), ones(2, 3, 64), 2),
         {},
-        refuses_type("spec", spec=2),
+        rejects_type("spec", spec=2),
     ),
-    "scores spec": ("attention_scores", (HEADS, HEADS, None, 2), {}, refuses_type("spec", spec=2)),
+    "scores spec": ("attention_scores", (HEADS, HEADS, None, 2), {}, rejects_type("spec", spec=2)),
 }
 
 
@@ -413,7 +413,7 @@ def test_width_of_each_projection_is_checked(sibling):
     for spec in PROJECTED:
         project = sibling.package.project_with(of_layer(spec)(sibling), spec)
         for name in spec.qkv_projections if not spec.fused_qkv else ["qkv_proj"]:
-            with refuses(name, "features"):
+            with rejects(name, "features"):
                 sibling.package.project_qkv(echoing(project, name), x, x, x, spec)
 
 
@@ -422,119 +422,119 @@ def test_width_of_each_projection_is_checked(sibling):
 PADDING_LENGTHS = {  # of two sequences of three keys
     "too long": (
         {"key_padding_lengths": [3, 4]},
-        refuses("key_padding_lengths", key_padding_lengths=[3, 4]),
+        rejects("key_padding_lengths", key_padding_lengths=[3, 4]),
     ),
     "negative": (
         {"key_padding_lengths": [-1, 3]},
-        refuses("key_padding_lengths", key_padding_lengths=[-1, 3]),
+        rejects("key_padding_lengths", key_padding_lengths=[-1, 3]),
     ),
     "array too long": (
         {"key_padding_lengths": lengths(3, 4)},
-        refuses("key_padding_lengths", key_padding_lengths=[3, 4]),
+        rejects("key_padding_lengths", key_padding_lengths=[3, 4]),
     ),
     "too few": (
         {"key_padding_lengths": [3]},
-        refuses("key_padding_lengths", {"key_padding_lengths.shape": (1,)}),
+        rejects("key_padding_lengths", {"key_padding_lengths.shape": (1,)}),
     ),
     "too many": (
         {"key_padding_lengths": [1, 2, 3]},
-        refuses("key_padding_lengths", {"key_padding_lengths.shape": (3,)}),
+        rejects("key_padding_lengths", {"key_padding_lengths.shape": (3,)}),
     ),
     "floats": (
         {"key_padding_lengths": [1.0, 2.0]},
-        refuses_type("key_padding_lengths", {"key_padding_lengths.dtype": ...}),
+        rejects_type("key_padding_lengths", {"key_padding_lengths.dtype": ...}),
     ),
     "booleans": (
         {"key_padding_lengths": [True, False]},
-        refuses_type("key_padding_lengths", {"key_padding_lengths.dtype": ...}),
+        rejects_type("key_padding_lengths", {"key_padding_lengths.dtype": ...}),
     ),
     "number": (
         {"key_padding_lengths": 3},
-        refuses("key_padding_lengths", {"key_padding_lengths.shape": ()}),
+        rejects("key_padding_lengths", {"key_padding_lengths.shape": ()}),
     ),
     "2 axes": (
         {"key_padding_lengths": lengths(1, 2)[None]},
-        refuses("key_padding_lengths", {"key_padding_lengths.shape": (1, 2)}),
+        rejects("key_padding_lengths", {"key_padding_lengths.shape": (1, 2)}),
     ),
 }
 DOT_PRODUCTS = {
-    **{f"lengths {name}": refusal for name, refusal in PADDING_LENGTHS.items()},
-    "query rank": ({"query": ones(2, 3, 4)}, refuses("query", {"query.shape": (2, 3, 4)})),
-    "key rank": ({"key": ones(2, 3, 4)}, refuses("key", {"key.shape": (2, 3, 4)})),
-    "value rank": ({"value": ones(3, 4)}, refuses("value", {"value.shape": (3, 4)})),
+    **{f"lengths {name}": input_error for name, input_error in PADDING_LENGTHS.items()},
+    "query rank": ({"query": ones(2, 3, 4)}, rejects("query", {"query.shape": (2, 3, 4)})),
+    "key rank": ({"key": ones(2, 3, 4)}, rejects("key", {"key.shape": (2, 3, 4)})),
+    "value rank": ({"value": ones(3, 4)}, rejects("value", {"value.shape": (3, 4)})),
     "integer query": (
         {"query": integers(2, 2, 3, 32)},
-        refuses_type("query…", {"query.dtype": ...}),
+        rejects_type("query…", {"query.dtype": ...}),
     ),
     "integer value": (
         {"value": integers(2, 2, 3, 32)},
-        refuses_type("value…", {"value.dtype": ...}),
+        rejects_type("value…", {"value.dtype": ...}),
     ),
-    "key list": ({"key": [[[[1.0]]]]}, refuses_type("key", "list")),
+    "key list": ({"key": [[[[1.0]]]]}, rejects_type("key", "list")),
     "key dtype": (
         {"key": others(2, 2, 3, 32)},
-        refuses_type("key", {"key.dtype": ..., "query.dtype": ...}),
+        rejects_type("key", {"key.dtype": ..., "query.dtype": ...}),
     ),
     "value dtype": (
         {"value": others(2, 2, 3, 32)},
-        refuses_type("value", {"value.dtype": ..., "query.dtype": ...}),
+        rejects_type("value", {"value.dtype": ..., "query.dtype": ...}),
     ),
     "value shape": (
         {"value": ones(2, 2, 5, 32)},
-        refuses("value", {"value.shape": (2, 2, 5, 32), "key.shape": (2, 2, 3, 32)}),
+        rejects("value", {"value.shape": (2, 2, 5, 32), "key.shape": (2, 2, 3, 32)}),
     ),
     "batch": (
         {"query": ones(3, 2, 3, 32)},
-        refuses("key", {"key.shape": (2, 2, 3, 32), "query.shape": (3, 2, 3, 32)}),
+        rejects("key", {"key.shape": (2, 2, 3, 32), "query.shape": (3, 2, 3, 32)}),
     ),
     "batch of 1": (
         {"query": ones(1, 2, 3, 32)},
-        refuses("key", {"key.shape": (2, 2, 3, 32), "query.shape": (1, 2, 3, 32)}),
+        rejects("key", {"key.shape": (2, 2, 3, 32), "query.shape": (1, 2, 3, 32)}),
     ),
     "head_dim": (
         {"query": ones(2, 2, 3, 64)},
-        refuses("key", {"key.shape": (2, 2, 3, 32), "query.shape": (2, 2, 3, 64)}),
+        rejects("key", {"key.shape": (2, 2, 3, 32), "query.shape": (2, 2, 3, 64)}),
     ),
-    "groups": ({"query": ones(2, 3, 3, 32)}, refuses("num_heads", num_heads=3, num_kv_heads=2)),
+    "groups": ({"query": ones(2, 3, 3, 32)}, rejects("num_heads", num_heads=3, num_kv_heads=2)),
     "float mask": (
         {"mask": floats(3, 3)},
-        refuses_type("mask", {"mask.dtype": ...}, hint="mask == 0"),
+        rejects_type("mask", {"mask.dtype": ...}, hint="mask == 0"),
     ),
     "integer mask": (
         {"mask": np.ones((3, 3), np.int32)},
-        refuses_type("mask", {"mask.dtype": ...}, hint="mask == 0"),
+        rejects_type("mask", {"mask.dtype": ...}, hint="mask == 0"),
     ),
-    "mask list": ({"mask": [[True]]}, refuses_type("mask", "list")),
-    "mask keys": ({"mask": booleans(3, 4)}, refuses("mask", {"mask.shape": (3, 4)})),
-    "mask of a batch": ({"mask": booleans(3, 3, 3)}, refuses("mask", {"mask.shape": (3, 3, 3)})),
+    "mask list": ({"mask": [[True]]}, rejects_type("mask", "list")),
+    "mask keys": ({"mask": booleans(3, 4)}, rejects("mask", {"mask.shape": (3, 4)})),
+    "mask of a batch": ({"mask": booleans(3, 3, 3)}, rejects("mask", {"mask.shape": (3, 3, 3)})),
     "mask that stretches": (
         {"mask": booleans(4, 1, 3, 3)},
-        refuses("mask", {"mask.shape": (4, 1, 3, 3)}),
+        rejects("mask", {"mask.shape": (4, 1, 3, 3)}),
     ),
     "mask of 5 axes": (
         {"mask": booleans(1, 1, 1, 3, 3)},
-        refuses("mask", {"mask.shape": (1, 1, 1, 3, 3)}),
+        rejects("mask", {"mask.shape": (1, 1, 1, 3, 3)}),
     ),
-    "boolean bias": ({"bias": booleans(3, 3)}, refuses_type("bias", {"bias.dtype": ...})),
-    "bias keys": ({"bias": floats(3, 4)}, refuses("bias", {"bias.shape": (3, 4)})),
+    "boolean bias": ({"bias": booleans(3, 3)}, rejects_type("bias", {"bias.dtype": ...})),
+    "bias keys": ({"bias": floats(3, 4)}, rejects("bias", {"bias.shape": (3, 4)})),
     "bias of 5 axes": (
         {"bias": floats(1, 1, 1, 3, 3)},
-        refuses("bias", {"bias.shape": (1, 1, 1, 3, 3)}),
+        rejects("bias", {"bias.shape": (1, 1, 1, 3, 3)}),
     ),
-    "dropout 1": ({"dropout": 1.0}, refuses("dropout", dropout=1.0)),
-    "dropout negative": ({"dropout": -0.5}, refuses("dropout", dropout=-0.5)),
-    "dropout text": ({"dropout": "0.5"}, refuses_type("dropout", dropout="0.5")),
-    "dropout False": ({"dropout": False}, refuses_type("dropout", dropout=False)),
-    "spec": ({"spec": 2}, refuses_type("spec", spec=2)),
+    "dropout 1": ({"dropout": 1.0}, rejects("dropout", dropout=1.0)),
+    "dropout negative": ({"dropout": -0.5}, rejects("dropout", dropout=-0.5)),
+    "dropout text": ({"dropout": "0.5"}, rejects_type("dropout", dropout="0.5")),
+    "dropout False": ({"dropout": False}, rejects_type("dropout", dropout=False)),
+    "spec": ({"spec": 2}, rejects_type("spec", spec=2)),
 }
 KEEPS = {
     "float keep": (
         {"dropout": 0.5, "dropout_keep": floats(3, 3)},
-        refuses_type("dropout_keep", {"dropout_keep.dtype": ...}),
+        rejects_type("dropout_keep", {"dropout_keep.dtype": ...}),
     ),
     "keep shape": (
         {"dropout": 0.5, "dropout_keep": booleans(5)},
-        refuses("dropout_keep", {"dropout_keep.shape": (5,)}),
+        rejects("dropout_keep", {"dropout_keep.shape": (5,)}),
     ),
 }
 SPLIT = {"query": HEADS, "key": HEADS, "value": HEADS}
@@ -544,21 +544,21 @@ SPLIT = {"query": HEADS, "key": HEADS, "value": HEADS}
 @pytest.mark.parametrize("name", DOT_PRODUCTS)
 def test_dot_products_reject_bad_input(sibling, name, kernel):
     """Attention of split heads raises an error for bad input, with and without a kernel."""
-    keywords, refusal = DOT_PRODUCTS[name]
+    keywords, input_error = DOT_PRODUCTS[name]
     assert_error(
         sibling,
         "scaled_dot_product_attention",
         (),
         {**SPLIT, "kernel": kernel, **keywords},
-        refusal,
+        input_error,
     )
 
 
 @pytest.mark.parametrize("name", KEEPS)
 def test_dot_products_reject_bad_keeps(sibling, name):
     """A given dropout of the wrong dtype or shape raises an error."""
-    keywords, refusal = KEEPS[name]
-    assert_error(sibling, "scaled_dot_product_attention", (), {**SPLIT, **keywords}, refusal)
+    keywords, input_error = KEEPS[name]
+    assert_error(sibling, "scaled_dot_product_attention", (), {**SPLIT, **keywords}, input_error)
 
 
 def test_kernels_return_no_weights(sibling):
@@ -569,7 +569,7 @@ def test_kernels_return_no_weights(sibling):
         "scaled_dot_product_attention",
         (),
         keywords,
-        refuses("need_weights", need_weights=True),
+        rejects("need_weights", need_weights=True),
     )
 
 
@@ -577,21 +577,21 @@ def test_kernels_are_functions(sibling):
     """A kernel that cannot be called raises an error wherever one is accepted, when the layer is
     called.
     """
-    spec, refusal = AttentionSpec(64, 2), lambda: refuses_type("kernel", "str")
+    spec, input_error = AttentionSpec(64, 2), lambda: rejects_type("kernel", "str")
     assert_error(
-        sibling, "scaled_dot_product_attention", (), {**SPLIT, "kernel": "flash"}, refusal()
+        sibling, "scaled_dot_product_attention", (), {**SPLIT, "kernel": "flash"}, input_error()
     )
-    assert_error(sibling, "contained", ("flash",), {}, refusal())
+    assert_error(sibling, "contained", ("flash",), {}, input_error())
     call = {"x": ones(2, 3, 64), "weights": of_layer(spec), "spec": spec, "kernel": "flash"}
     cached = {**call, "cache": lambda sibling: sibling.init_cache(2, 2, 32, 32)}
-    assert_error(sibling, "multi_head_attention_with_cache", (), cached, refusal())
+    assert_error(sibling, "multi_head_attention_with_cache", (), cached, input_error())
     call["query"] = call.pop("x")
-    assert_error(sibling, "multi_head_attention", (), call, refusal())
+    assert_error(sibling, "multi_head_attention", (), call, input_error())
     for kind in ("MultiHeadAttention", "MultiHeadAttentionWithCache"):
         module = usual(sibling, kind, spec)
         module.kernel = "flash"
         caches = (module.init_cache(2, 32),) if hasattr(module, "init_cache") else ()
-        with refusal():
+        with input_error():
             module(ones(2, 3, 64).of(sibling), *caches)
 
 
@@ -599,85 +599,85 @@ def test_kernels_are_functions(sibling):
 
 SPEC = AttentionSpec(64, 2, d_in=6, d_kv=5)
 LAYERS = {
-    "query rank": ({"query": ones(6)}, refuses("query", {"query.shape": (6,)})),
-    "integer query": ({"query": integers(2, 3, 6)}, refuses_type("query…", {"query.dtype": ...})),
-    "query list": ({"query": [[[1.0] * 6]]}, refuses_type("query", "list")),
-    "query width": ({"query": ones(2, 3, 7)}, refuses("query", {"query.shape": (2, 3, 7)})),
-    "no key of that width": ({"key": None}, refuses("key", key=None)),
-    "key rank": ({"key": ones(4, 5)}, refuses("key", {"key.shape": (4, 5)})),
-    "integer key": ({"key": integers(2, 4, 5)}, refuses_type("key…", {"key.dtype": ...})),
-    "key width": ({"key": ones(2, 4, 6)}, refuses("key", {"key.shape": (2, 4, 6)})),
+    "query rank": ({"query": ones(6)}, rejects("query", {"query.shape": (6,)})),
+    "integer query": ({"query": integers(2, 3, 6)}, rejects_type("query…", {"query.dtype": ...})),
+    "query list": ({"query": [[[1.0] * 6]]}, rejects_type("query", "list")),
+    "query width": ({"query": ones(2, 3, 7)}, rejects("query", {"query.shape": (2, 3, 7)})),
+    "no key of that width": ({"key": None}, rejects("key", key=None)),
+    "key rank": ({"key": ones(4, 5)}, rejects("key", {"key.shape": (4, 5)})),
+    "integer key": ({"key": integers(2, 4, 5)}, rejects_type("key…", {"key.dtype": ...})),
+    "key width": ({"key": ones(2, 4, 6)}, rejects("key", {"key.shape": (2, 4, 6)})),
     "key dtype": (
         {"key": others(2, 4, 5)},
-        refuses_type("key", {"key.dtype": ..., "query.dtype": ...}),
+        rejects_type("key", {"key.dtype": ..., "query.dtype": ...}),
     ),
     "key batch": (
         {"key": ones(3, 4, 5)},
-        refuses("key", {"key.shape": (3, 4, 5), "query.shape": ...}),
+        rejects("key", {"key.shape": (3, 4, 5), "query.shape": ...}),
     ),
     "key batch of 1": (
         {"key": ones(1, 4, 5)},
-        refuses("key", {"key.shape": (1, 4, 5), "query.shape": ...}),
+        rejects("key", {"key.shape": (1, 4, 5), "query.shape": ...}),
     ),
     "value without key": (
         {"key": None, "value": ones(2, 4, 5)},
-        refuses("value", "key=None and a value"),
+        rejects("value", "key=None and a value"),
     ),
-    "value rank": ({"value": ones(4, 5)}, refuses("value", {"value.shape": (4, 5)})),
-    "key of four axes": ({"key": ones(2, 3, 4, 5)}, refuses("key", {"key.shape": (2, 3, 4, 5)})),
-    "value width": ({"value": ones(2, 4, 6)}, refuses("value", {"value.shape": (2, 4, 6)})),
+    "value rank": ({"value": ones(4, 5)}, rejects("value", {"value.shape": (4, 5)})),
+    "key of four axes": ({"key": ones(2, 3, 4, 5)}, rejects("key", {"key.shape": (2, 3, 4, 5)})),
+    "value width": ({"value": ones(2, 4, 6)}, rejects("value", {"value.shape": (2, 4, 6)})),
     "value length": (
         {"value": ones(2, 3, 5)},
-        refuses("value", {"value.shape": (2, 3, 5), "key.shape": (2, 4, 5)}),
+        rejects("value", {"value.shape": (2, 3, 5), "key.shape": (2, 4, 5)}),
     ),
     "value batch": (
         {"value": ones(1, 4, 5)},
-        refuses("value", {"value.shape": (1, 4, 5), "query.shape": ...}),
+        rejects("value", {"value.shape": (1, 4, 5), "query.shape": ...}),
     ),
-    "float mask": ({"mask": floats(3, 4)}, refuses_type("mask", {"mask.dtype": ...})),
+    "float mask": ({"mask": floats(3, 4)}, rejects_type("mask", {"mask.dtype": ...})),
     "mask that stretches": (
         {"mask": booleans(4, 1, 3, 32)},
-        refuses("mask", {"mask.shape": (4, 1, 3, 32)}),
+        rejects("mask", {"mask.shape": (4, 1, 3, 32)}),
     ),
-    "mask of S, T": ({"mask": booleans(4, 3)}, refuses("mask", {"mask.shape": (4, 3)})),
-    "bias keys": ({"bias": floats(3, 3)}, refuses("bias", {"bias.shape": (3, 3)})),
+    "mask of S, T": ({"mask": booleans(4, 3)}, rejects("mask", {"mask.shape": (4, 3)})),
+    "bias keys": ({"bias": floats(3, 3)}, rejects("bias", {"bias.shape": (3, 3)})),
     "too few positions without RoPE": (
         {"positions": lengths(0, 1)[None]},
-        refuses("positions", {"positions.shape": (1, 2)}),
+        rejects("positions", {"positions.shape": (1, 2)}),
     ),
     "lengths too long": (
         {"key_padding_lengths": [3, 5]},
-        refuses("key_padding_lengths", key_padding_lengths=[3, 5]),
+        rejects("key_padding_lengths", key_padding_lengths=[3, 5]),
     ),
     "lengths too few": (
         {"key_padding_lengths": [3]},
-        refuses("key_padding_lengths", {"key_padding_lengths.shape": (1,)}),
+        rejects("key_padding_lengths", {"key_padding_lengths.shape": (1,)}),
     ),
     "lengths of floats": (
         {"key_padding_lengths": [1.0, 2.0]},
-        refuses_type("key_padding_lengths", {"key_padding_lengths.dtype": ...}),
+        rejects_type("key_padding_lengths", {"key_padding_lengths.dtype": ...}),
     ),
 }
 ROPE_SPEC = AttentionSpec(64, 2, rope=Rope(100.0))
 ROPE_LAYERS = {
-    "key": ({"key": ones(2, 3, 64)}, refuses("key", "a key and rope=Rope(theta=100.0)")),
+    "key": ({"key": ones(2, 3, 64)}, rejects("key", "a key and rope=Rope(theta=100.0)")),
     "float positions": (
         {"positions": floats(1, 3)},
-        refuses_type("positions", {"positions.dtype": ...}),
+        rejects_type("positions", {"positions.dtype": ...}),
     ),
     "flat positions": (
         {"positions": lengths(0, 1, 2)},
-        refuses("positions", {"positions.shape": (3,)}),
+        rejects("positions", {"positions.shape": (3,)}),
     ),
     "too few positions": (
         {"positions": lengths(0, 1)[None]},
-        refuses("positions", {"positions.shape": (1, 2)}),
+        rejects("positions", {"positions.shape": (1, 2)}),
     ),
     "positions of another batch": (
         {"positions": np.zeros((3, 3), np.int32)},
-        refuses("positions", {"positions.shape": (3, 3)}),
+        rejects("positions", {"positions.shape": (3, 3)}),
     ),
-    "positions list": ({"positions": [[0, 1, 2]]}, refuses_type("positions", "list")),
+    "positions list": ({"positions": [[0, 1, 2]]}, rejects_type("positions", "list")),
 }
 every_need = pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 
@@ -686,61 +686,61 @@ every_need = pytest.mark.parametrize("need_weights", [False, True], ids=["fused"
 @pytest.mark.parametrize("name", LAYERS)
 def test_function_rejects_bad_input(sibling, name, need_weights):
     """The function of a layer raises an error for bad input."""
-    keywords, refusal = LAYERS[name]
+    keywords, input_error = LAYERS[name]
     keywords = {"query": ones(2, 3, 6), "key": ones(2, 4, 5), **keywords, "weights": of_layer(SPEC)}
     options = {"spec": SPEC, "need_weights": need_weights}
-    assert_error(sibling, "multi_head_attention", (), {**keywords, **options}, refusal)
+    assert_error(sibling, "multi_head_attention", (), {**keywords, **options}, input_error)
 
 
 @every_need
 @pytest.mark.parametrize("name", LAYERS)
 def test_module_rejects_bad_input(sibling, name, need_weights):
     """A module raises an error for bad input."""
-    keywords, refusal = LAYERS[name]
+    keywords, input_error = LAYERS[name]
     module = usual(sibling, "MultiHeadAttention", AttentionSpec(64, 2, d_in=6, d_kv=5))
     keywords = {"query": ones(2, 3, 6), "key": ones(2, 4, 5), **keywords}
-    assert_error(sibling, module, (), {**keywords, "need_weights": need_weights}, refusal)
+    assert_error(sibling, module, (), {**keywords, "need_weights": need_weights}, input_error)
 
 
 @pytest.mark.parametrize("name", ROPE_LAYERS)
 def test_function_with_rope_rejects(sibling, name):
     """The function of a layer with RoPE raises an error for a key and for bad positions."""
-    keywords, refusal = ROPE_LAYERS[name]
+    keywords, input_error = ROPE_LAYERS[name]
     keywords = {"query": ones(2, 3, 64), **keywords, "weights": of_layer(ROPE_SPEC)}
-    assert_error(sibling, "multi_head_attention", (), {**keywords, "spec": ROPE_SPEC}, refusal)
+    assert_error(sibling, "multi_head_attention", (), {**keywords, "spec": ROPE_SPEC}, input_error)
 
 
 @pytest.mark.parametrize("name", ROPE_LAYERS)
 def test_module_with_rope_rejects(sibling, name):
     """A module with RoPE raises an error for a key and for bad positions."""
-    keywords, refusal = ROPE_LAYERS[name]
+    keywords, input_error = ROPE_LAYERS[name]
     module = usual(sibling, "MultiHeadAttention", AttentionSpec(64, 2, rope=Rope(1e2)))
-    assert_error(sibling, module, (), {"query": ones(2, 3, 64), **keywords}, refusal)
+    assert_error(sibling, module, (), {"query": ones(2, 3, 64), **keywords}, input_error)
 
 
 ADVICE = {
-    "is_causal of 1": ({"is_causal": 1}, refuses_type("is_causal", is_causal=1)),
-    "mask of B, T, S": ({"mask": booleans(3, 4, 5)}, refuses("mask", hint="mask[:, None]")),
-    "mask of B, S": ({"mask": booleans(3, 5)}, refuses("mask", hint="key_padding_lengths")),
-    "bias of B, T, S": ({"bias": floats(3, 4, 5)}, refuses("bias", hint="bias[:, None]")),
+    "is_causal of 1": ({"is_causal": 1}, rejects_type("is_causal", is_causal=1)),
+    "mask of B, T, S": ({"mask": booleans(3, 4, 5)}, rejects("mask", hint="mask[:, None]")),
+    "mask of B, S": ({"mask": booleans(3, 5)}, rejects("mask", hint="key_padding_lengths")),
+    "bias of B, T, S": ({"bias": floats(3, 4, 5)}, rejects("bias", hint="bias[:, None]")),
     "a different dtype": (
         {"query": others(3, 4, 6), "key": others(3, 5, 5)},
-        refuses_type("…", hint="dtype"),
+        rejects_type("…", hint="dtype"),
     ),
     "torch's mask": (
         {"attn_mask": booleans(4, 5)},
-        refuses_type("attn_mask", hint="True means masked"),
+        rejects_type("attn_mask", hint="True means masked"),
     ),
     "torch's padding": (
         {"key_padding_mask": booleans(3, 5)},
-        refuses_type("key_padding_mask", hint="[:, None, None]"),
+        rejects_type("key_padding_mask", hint="[:, None, None]"),
     ),
-    "flax's dropout": ({"deterministic": True}, refuses_type("deterministic", hint="eval()")),
-    "torch's scale": ({"scale": 1.0}, refuses_type("scale", hint="a field of the module")),
-    "another name": ({"causal": True}, refuses_type("causal", hint="is_causal")),
+    "flax's dropout": ({"deterministic": True}, rejects_type("deterministic", hint="eval()")),
+    "torch's scale": ({"scale": 1.0}, rejects_type("scale", hint="a field of the module")),
+    "another name": ({"causal": True}, rejects_type("causal", hint="is_causal")),
     "a near miss": (
         {"key_padding_length": [5]},
-        refuses_type("key_padding_length", hint="key_padding_lengths"),
+        rejects_type("key_padding_length", hint="key_padding_lengths"),
     ),
 }
 
@@ -750,9 +750,13 @@ def test_errors_of_a_call_say_what_to_pass(sibling):
     use.
     """
     module = usual(sibling, "MultiHeadAttention", SPEC)
-    for keywords, refusal in ADVICE.values():
+    for keywords, input_error in ADVICE.values():
         assert_error(
-            sibling, module, (), {"query": ones(3, 4, 6), "key": ones(3, 5, 5), **keywords}, refusal
+            sibling,
+            module,
+            (),
+            {"query": ones(3, 4, 6), "key": ones(3, 5, 5), **keywords},
+            input_error,
         )
     output, _ = module(ones(3, 4, 6).of(sibling), ones(3, 5, 5).of(sibling), is_causal=np.True_)
     assert output.shape[1] == 4
@@ -769,22 +773,22 @@ def test_docstrings_name_the_next_thing(sibling):
 @pytest.mark.parametrize("kind", ["MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 def test_self_attention_has_one_width(sibling, kind):
     """Self-attention raises an error for keys that are not as wide as queries."""
-    with refuses("d_kv", d_kv=6, d_in=8):
+    with rejects("d_kv", d_kv=6, d_in=8):
         sibling.module(kind, AttentionSpec(8, 2, d_kv=6))
 
 
 SELF_ATTENTIONS = {
     **PADDING_LENGTHS,
-    "rank": ({"x": ones(64)}, refuses("x", {"x.shape": (64,)})),
-    "integers": ({"x": integers(2, 3, 64)}, refuses_type("x…", {"x.dtype": ...})),
-    "list": ({"x": [[[1.0] * 64]]}, refuses_type("x", "list")),
-    "width": ({"x": ones(2, 3, 6)}, refuses("query", {"query.shape": (2, 3, 6)})),
-    "mask": ({"mask": booleans(3, 4)}, refuses("mask", {"mask.shape": (3, 4)})),
-    "float mask": ({"mask": floats(3, 3)}, refuses_type("mask", {"mask.dtype": ...})),
-    "bias": ({"bias": floats(3, 4)}, refuses("bias", {"bias.shape": (3, 4)})),
+    "rank": ({"x": ones(64)}, rejects("x", {"x.shape": (64,)})),
+    "integers": ({"x": integers(2, 3, 64)}, rejects_type("x…", {"x.dtype": ...})),
+    "list": ({"x": [[[1.0] * 64]]}, rejects_type("x", "list")),
+    "width": ({"x": ones(2, 3, 6)}, rejects("query", {"query.shape": (2, 3, 6)})),
+    "mask": ({"mask": booleans(3, 4)}, rejects("mask", {"mask.shape": (3, 4)})),
+    "float mask": ({"mask": floats(3, 3)}, rejects_type("mask", {"mask.dtype": ...})),
+    "bias": ({"bias": floats(3, 4)}, rejects("bias", {"bias.shape": (3, 4)})),
     "too few positions without RoPE": (
         {"positions": lengths(0, 1)[None]},
-        refuses("positions", {"positions.shape": (1, 2)}),
+        rejects("positions", {"positions.shape": (1, 2)}),
     ),
 }
 
@@ -793,10 +797,10 @@ SELF_ATTENTIONS = {
 @pytest.mark.parametrize("name", SELF_ATTENTIONS)
 def test_self_attention_rejects_bad_input(sibling, name, is_causal):
     """Self-attention raises an error for bad input, causal or not."""
-    keywords, refusal = SELF_ATTENTIONS[name]
+    keywords, input_error = SELF_ATTENTIONS[name]
     module = usual(sibling, "MultiHeadSelfAttention", AttentionSpec(64, 2))
     assert_error(
-        sibling, module, (), {"x": ones(2, 3, 64), **keywords, "is_causal": is_causal}, refusal
+        sibling, module, (), {"x": ones(2, 3, 64), **keywords, "is_causal": is_causal}, input_error
     )
 
 
@@ -816,42 +820,42 @@ def without(*names):
 
 
 BAD_WEIGHTS = {
-    "nothing": ({}, refuses("weights", missing=..., unexpected=[])),
+    "nothing": ({}, rejects("weights", missing=..., unexpected=[])),
     "no q_proj": (
         without("q_proj.weight", "q_proj.bias"),
-        refuses("weights", missing=..., unexpected=[]),
+        rejects("weights", missing=..., unexpected=[]),
     ),
     "bias without weight": (
         without("v_proj.weight"),
-        refuses("weights", missing=..., unexpected=[]),
+        rejects("weights", missing=..., unexpected=[]),
     ),
     "out_proj bias alone": (
         without("out_proj.weight"),
-        refuses("weights", missing=..., unexpected=[]),
+        rejects("weights", missing=..., unexpected=[]),
     ),
     "other name": (
         {**WEIGHTS, "o_proj.weight": ones(64, 64)},
-        refuses("weights", missing=[], unexpected=...),
+        rejects("weights", missing=[], unexpected=...),
     ),
-    "packed and separate": ({**WEIGHTS, **PACKED}, refuses("weights", missing=[], unexpected=...)),
-    "packed": (PACKED, refuses("weights", missing=..., unexpected=...)),
-    "no bias": (without("k_proj.bias"), refuses("weights", missing=["k_proj.bias"], unexpected=[])),
+    "packed and separate": ({**WEIGHTS, **PACKED}, rejects("weights", missing=[], unexpected=...)),
+    "packed": (PACKED, rejects("weights", missing=..., unexpected=...)),
+    "no bias": (without("k_proj.bias"), rejects("weights", missing=["k_proj.bias"], unexpected=[])),
     "transposed q_proj": (
         {**WEIGHTS, "q_proj.weight": ones(6, 64)},
-        refuses("q_proj.…"),
+        rejects("q_proj.…"),
     ),
     "all transposed": (
         {name: Ones(x.shape[::-1]) for name, x in WEIGHTS.items()},
-        refuses("q_proj.…"),
+        rejects("q_proj.…"),
     ),
-    "transposed out_proj": ({**WEIGHTS, "out_proj.weight": ones(64, 70)}, refuses("out_proj.…")),
-    "flat weight": ({**WEIGHTS, "k_proj.weight": ones(64)}, refuses("k_proj.…")),
-    "flat out_proj": ({**WEIGHTS, "out_proj.weight": ones(64)}, refuses("out_proj.…")),
-    "bias of the wrong width": ({**WEIGHTS, "k_proj.bias": ones(6)}, refuses("k_proj.bias")),
-    "bias of 2 axes": ({**WEIGHTS, "q_proj.bias": ones(1, 64)}, refuses("q_proj.bias")),
-    "other head_dim": ({**WEIGHTS, "k_proj.weight": ones(60, 6)}, refuses("k_proj.…")),
-    "integer weight": ({**WEIGHTS, "q_proj.weight": integers(64, 6)}, refuses_type("q_proj.…")),
-    "integer bias": ({**WEIGHTS, "q_proj.bias": integers(64)}, refuses_type("q_proj.bias…")),
+    "transposed out_proj": ({**WEIGHTS, "out_proj.weight": ones(64, 70)}, rejects("out_proj.…")),
+    "flat weight": ({**WEIGHTS, "k_proj.weight": ones(64)}, rejects("k_proj.…")),
+    "flat out_proj": ({**WEIGHTS, "out_proj.weight": ones(64)}, rejects("out_proj.…")),
+    "bias of the wrong width": ({**WEIGHTS, "k_proj.bias": ones(6)}, rejects("k_proj.bias")),
+    "bias of 2 axes": ({**WEIGHTS, "q_proj.bias": ones(1, 64)}, rejects("q_proj.bias")),
+    "other head_dim": ({**WEIGHTS, "k_proj.weight": ones(60, 6)}, rejects("k_proj.…")),
+    "integer weight": ({**WEIGHTS, "q_proj.weight": integers(64, 6)}, rejects_type("q_proj.…")),
+    "integer bias": ({**WEIGHTS, "q_proj.bias": integers(64)}, rejects_type("q_proj.bias…")),
 }
 X = ones(2, 3, 6)
 FUNCTIONS = {
@@ -872,21 +876,21 @@ def test_function_rejects_bad_weights(sibling, name, function):
     """Weights that lack one, have an extra one or have the wrong shape raise an error in every
     function.
     """
-    weights, refusal = BAD_WEIGHTS[name]
+    weights, input_error = BAD_WEIGHTS[name]
     function, keywords = FUNCTIONS[function]
     assert_error(
-        sibling, function, (), {**keywords, "weights": weights, "spec": LAYER_SPEC}, refusal
+        sibling, function, (), {**keywords, "weights": weights, "spec": LAYER_SPEC}, input_error
     )
 
 
 PACKED |= {"out_proj.weight": ones(64, 64), "out_proj.bias": ones(64)}
 BAD_PACKED = {
-    "separate": (WEIGHTS, refuses("weights", missing=..., unexpected=...)),
+    "separate": (WEIGHTS, rejects("weights", missing=..., unexpected=...)),
     "rows": (
         {**PACKED, "qkv_proj.weight": ones(193, 6)},
-        refuses("qkv_proj.…"),
+        rejects("qkv_proj.…"),
     ),
-    "bias": ({**PACKED, "qkv_proj.bias": ones(64)}, refuses("qkv_proj.…")),
+    "bias": ({**PACKED, "qkv_proj.bias": ones(64)}, rejects("qkv_proj.…")),
 }
 
 
@@ -894,37 +898,37 @@ BAD_PACKED = {
 @pytest.mark.parametrize("name", BAD_PACKED)
 def test_function_rejects_packed_weights(sibling, name, function):
     """Packed weights of a different layer raise an error in every function."""
-    weights, refusal = BAD_PACKED[name]
+    weights, input_error = BAD_PACKED[name]
     function, keywords = FUNCTIONS[function]
     assert_error(
-        sibling, function, (), {**keywords, "weights": weights, "spec": PACKED_SPEC}, refusal
+        sibling, function, (), {**keywords, "weights": weights, "spec": PACKED_SPEC}, input_error
     )
 
 
 @every_function
 @pytest.mark.parametrize(
-    ("spec", "refusal"),
+    ("spec", "input_error"),
     [
-        (2, refuses_type("spec", spec=2)),
-        (AttentionSpec(96, 3, d_in=6), refuses("q_proj.…")),
-        (AttentionSpec(64, 2, num_kv_heads=1, d_in=6), refuses("k_proj.…")),
+        (2, rejects_type("spec", spec=2)),
+        (AttentionSpec(96, 3, d_in=6), rejects("q_proj.…")),
+        (AttentionSpec(64, 2, num_kv_heads=1, d_in=6), rejects("k_proj.…")),
         (
             AttentionSpec(64, 2, d_in=6, out_proj=False),
-            refuses("weights", missing=[], unexpected=...),
+            rejects("weights", missing=[], unexpected=...),
         ),
         (
             AttentionSpec(64, 2, d_in=6, qkv_bias=False),
-            refuses(
+            rejects(
                 "weights", missing=[], unexpected=["k_proj.bias", "q_proj.bias", "v_proj.bias"]
             ),
         ),
     ],
     ids=["number", "heads", "groups", "no out_proj", "no bias"],
 )
-def test_function_rejects_other_spec(sibling, function, spec, refusal):
+def test_function_rejects_other_spec(sibling, function, spec, input_error):
     """The spec of a different layer raises an error in every function."""
     function, keywords = FUNCTIONS[function]
-    assert_error(sibling, function, (), {**keywords, "weights": WEIGHTS, "spec": spec}, refusal)
+    assert_error(sibling, function, (), {**keywords, "weights": WEIGHTS, "spec": spec}, input_error)
 
 
 def test_cached_function_has_one_width(sibling):
@@ -932,7 +936,7 @@ def test_cached_function_has_one_width(sibling):
     function, keywords = FUNCTIONS["cached"]
     spec = AttentionSpec(64, 2, d_in=6, d_kv=5)
     keywords = {**keywords, "weights": of_layer(spec), "spec": spec}
-    assert_error(sibling, function, (), keywords, refuses("d_kv", d_kv=5, d_in=6))
+    assert_error(sibling, function, (), keywords, rejects("d_kv", d_kv=5, d_in=6))
 
 
 @pytest.mark.parametrize("weights", [None, [1]], ids=["None", "list"])
@@ -945,7 +949,7 @@ def test_function_requires_a_mapping(sibling, function, weights):
         function,
         (),
         {**keywords, "weights": weights, "spec": LAYER_SPEC},
-        refuses_type("weights"),
+        rejects_type("weights"),
     )
 
 
@@ -953,137 +957,137 @@ def test_function_requires_a_mapping(sibling, function, weights):
 
 # A length of 0 is an error only in JAX and PyTorch: see jax_and_torch/test_bad_input.py.
 MASKS = {
-    "causal keys negative": ("create_causal_mask", (2, -1), {}, refuses("seq_len_k", seq_len_k=-1)),
+    "causal keys negative": ("create_causal_mask", (2, -1), {}, rejects("seq_len_k", seq_len_k=-1)),
     "padding keys negative": (
         "create_padding_mask",
         ([0], -1),
         {},
-        refuses("seq_len_k", seq_len_k=-1),
+        rejects("seq_len_k", seq_len_k=-1),
     ),
-    "attention negative": ("create_attention_mask", (-1,), {}, refuses("seq_len_q", seq_len_q=-1)),
+    "attention negative": ("create_attention_mask", (-1,), {}, rejects("seq_len_q", seq_len_q=-1)),
     "slots negative queries": (
         "create_cache_mask",
         (lengths(1), -1, 4),
         {},
-        refuses("seq_len_q", seq_len_q=-1),
+        rejects("seq_len_q", seq_len_q=-1),
     ),
-    "causal negative": ("create_causal_mask", (-1,), {}, refuses("seq_len_q", seq_len_q=-1)),
-    "causal float": ("create_causal_mask", (2.0,), {}, refuses_type("seq_len_q", seq_len_q=2.0)),
+    "causal negative": ("create_causal_mask", (-1,), {}, rejects("seq_len_q", seq_len_q=-1)),
+    "causal float": ("create_causal_mask", (2.0,), {}, rejects_type("seq_len_q", seq_len_q=2.0)),
     "causal boolean": (
         "create_causal_mask",
         (True,),
         {},
-        refuses_type("seq_len_q", seq_len_q=True),
+        rejects_type("seq_len_q", seq_len_q=True),
     ),
     "padding too long": (
         "create_padding_mask",
         ([1, 4], 3),
         {},
-        refuses("lengths", lengths=[1, 4]),
+        rejects("lengths", lengths=[1, 4]),
     ),
-    "padding negative": ("create_padding_mask", ([-1], 3), {}, refuses("lengths", lengths=[-1])),
+    "padding negative": ("create_padding_mask", ([-1], 3), {}, rejects("lengths", lengths=[-1])),
     "padding array": (
         "create_padding_mask",
         (lengths(1, 4), 3),
         {},
-        refuses("lengths", lengths=[1, 4]),
+        rejects("lengths", lengths=[1, 4]),
     ),
     "padding floats": (
         "create_padding_mask",
         ([1.0], 3),
         {},
-        refuses_type("lengths", {"lengths.dtype": ...}),
+        rejects_type("lengths", {"lengths.dtype": ...}),
     ),
     "padding mask": (
         "create_padding_mask",
         ([True, False], 2),
         {},
-        refuses_type("lengths", {"lengths.dtype": ...}),
+        rejects_type("lengths", {"lengths.dtype": ...}),
     ),
     "padding number": (
         "create_padding_mask",
         (2, 3),
         {},
-        refuses("lengths", {"lengths.shape": ()}),
+        rejects("lengths", {"lengths.shape": ()}),
     ),
     "padding 2 axes": (
         "create_padding_mask",
         ([[1, 2]], 3),
         {},
-        refuses("lengths", {"lengths.shape": (1, 2)}),
+        rejects("lengths", {"lengths.shape": (1, 2)}),
     ),
-    "attention keys": ("create_attention_mask", (2, -1), {}, refuses("seq_len_k", seq_len_k=-1)),
+    "attention keys": ("create_attention_mask", (2, -1), {}, rejects("seq_len_k", seq_len_k=-1)),
     "attention too long": (
         "create_attention_mask",
         (2, 3),
         {"key_padding_lengths": [4]},
-        refuses("key_padding_lengths", key_padding_lengths=[4]),
+        rejects("key_padding_lengths", key_padding_lengths=[4]),
     ),
     "attention floats": (
         "create_attention_mask",
         (2, 3),
         {"key_padding_lengths": [1.5]},
-        refuses_type("key_padding_lengths", {"key_padding_lengths.dtype": ...}),
+        rejects_type("key_padding_lengths", {"key_padding_lengths.dtype": ...}),
     ),
     "cached keys": (
         "create_causal_mask_with_cache",
         (2, 4, 1),
         {},
-        refuses("seq_len_k", seq_len_k=4, cache_len=1, seq_len_q=2),
+        rejects("seq_len_k", seq_len_k=4, cache_len=1, seq_len_q=2),
     ),
     "cached negative": (
         "create_causal_mask_with_cache",
         (3, 2, -1),
         {},
-        refuses("cache_len", cache_len=-1),
+        rejects("cache_len", cache_len=-1),
     ),
     "cached less": (
         "create_causal_mask_with_cache",
         (-1, 1, 2),
         {},
-        refuses("seq_len_q", seq_len_q=-1),
+        rejects("seq_len_q", seq_len_q=-1),
     ),
     "cached float": (
         "create_causal_mask_with_cache",
         (1, 2, 1.0),
         {},
-        refuses_type("cache_len", cache_len=1.0),
+        rejects_type("cache_len", cache_len=1.0),
     ),
     "window 0": (
         "create_sliding_window_mask",
         (3,),
         {"window_size": 0},
-        refuses("window_size", window_size=0),
+        rejects("window_size", window_size=0),
     ),
     "window float": (
         "create_sliding_window_mask",
         (3,),
         {"window_size": 1.5},
-        refuses_type("window_size", window_size=1.5),
+        rejects_type("window_size", window_size=1.5),
     ),
     "slots too long": (
         "create_cache_mask",
         (lengths(5), 1, 4),
         {},
-        refuses("lengths", lengths=[5]),
+        rejects("lengths", lengths=[5]),
     ),
     "slots negative": (
         "create_cache_mask",
         (lengths(-1), 1, 4),
         {},
-        refuses("lengths", lengths=[-1]),
+        rejects("lengths", lengths=[-1]),
     ),
     "slots floats": (
         "create_cache_mask",
         (floats(1), 1, 4),
         {},
-        refuses_type("lengths", {"lengths.dtype": ...}),
+        rejects_type("lengths", {"lengths.dtype": ...}),
     ),
     "slots capacity": (
         "create_cache_mask",
         (lengths(0), 1, 0),
         {},
-        refuses("capacity", capacity=0),
+        rejects("capacity", capacity=0),
     ),
 }
 
@@ -1108,13 +1112,13 @@ SIZES = {"batch_size": 2, "num_kv_heads": 2, "capacity": 4, "head_dim": 4}
 NBYTES = {"batch_size": 1, "num_kv_heads": 2, "capacity": 3, "head_dim": 4, "num_layers": 5}
 
 
-REFUSED_SIZES = [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)]
+REJECTED_SIZES = [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)]
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_cache_rejects_bad_sizes(sibling, size, subtests):
     """A cache raises an error for a size that is not a positive integer."""
-    for value, error in REFUSED_SIZES:
+    for value, error in REJECTED_SIZES:
         if size == "batch_size" and value == 0:
             continue  # a batch may be empty
         with subtests.test(value=value):
@@ -1123,7 +1127,7 @@ def test_cache_rejects_bad_sizes(sibling, size, subtests):
                 "init_cache",
                 (),
                 {**SIZES, size: value, **sibling.on_device},
-                refuses(size, {size: value}).of(error),
+                rejects(size, {size: value}).of(error),
             )
 
 
@@ -1131,20 +1135,20 @@ def test_cache_rejects_bad_sizes(sibling, size, subtests):
 def test_cache_nbytes_rejects_bad_sizes(sibling, size, subtests):
     """The number of bytes of a cache raises an error for a size that is not a positive integer."""
     dtype = sibling.dtype(sibling.kernel_dtype)
-    for value, error in REFUSED_SIZES:
+    for value, error in REJECTED_SIZES:
         with subtests.test(value=value):
             assert_error(
                 sibling,
                 "kv_cache_nbytes",
                 (),
                 {**NBYTES, size: value, "dtype": dtype},
-                refuses(size, {size: value}).of(error),
+                rejects(size, {size: value}).of(error),
             )
 
 
 @pytest.mark.parametrize(
     ("rule", "args"),
-    [(refuses("batch_size", batch_size=-1), (-1, 4)), (refuses("capacity", capacity=0), (2, 0))],
+    [(rejects("batch_size", batch_size=-1), (-1, 4)), (rejects("capacity", capacity=0), (2, 0))],
 )
 def test_module_rejects_a_bad_cache_size(sibling, rule, args):
     """A module raises an error for a cache of a bad size."""
@@ -1157,70 +1161,70 @@ def test_cache_rejects_integers(sibling):
     """A cache of integers raises an error."""
     dtype = integers(1).of(sibling).dtype
     keywords = {**SIZES, "dtype": dtype, **sibling.on_device}
-    with refuses_type("dtype", dtype=...):
+    with rejects_type("dtype", dtype=...):
         sibling.package.init_cache(**keywords)
 
 
 APPENDS = {
     "no cache": (
         {"cache": None},
-        refuses_type("cache", "NoneType", hint="init_cache(batch_size, capacity)"),
+        rejects_type("cache", "NoneType", hint="init_cache(batch_size, capacity)"),
     ),
     "tuple": (
         {"cache": (1, 2)},
-        refuses_type("cache", "tuple", hint="init_cache(batch_size, capacity)"),
+        rejects_type("cache", "tuple", hint="init_cache(batch_size, capacity)"),
     ),
     "new_lengths 2 axes": (
         {"new_lengths": [[1, 2]]},
-        refuses("new_lengths", {"new_lengths.shape": (1, 2)}),
+        rejects("new_lengths", {"new_lengths.shape": (1, 2)}),
     ),
-    "key rank": ({"key": ones(2, 3, 4)}, refuses("key", {"key.shape": (2, 3, 4)})),
-    "integer key": ({"key": integers(2, 2, 3, 32)}, refuses_type("key…", {"key.dtype": ...})),
+    "key rank": ({"key": ones(2, 3, 4)}, rejects("key", {"key.shape": (2, 3, 4)})),
+    "integer key": ({"key": integers(2, 2, 3, 32)}, rejects_type("key…", {"key.dtype": ...})),
     "key heads": (
         {"key": ones(2, 1, 3, 32), "value": ones(2, 1, 3, 32)},
-        refuses("cache…", "(2, 2, 32, 32)"),
+        rejects("cache…", "(2, 2, 32, 32)"),
     ),
     "key batch": (
         {"key": ones(1, 2, 3, 32), "value": ones(1, 2, 3, 32)},
-        refuses("cache…", "(2, 2, 32, 32)"),
+        rejects("cache…", "(2, 2, 32, 32)"),
     ),
     "key head_dim": (
         {"key": ones(2, 2, 3, 64), "value": ones(2, 2, 3, 64)},
-        refuses("cache…", "(2, 2, 32, 32)"),
+        rejects("cache…", "(2, 2, 32, 32)"),
     ),
     "dtypes": (
         {"key": others(2, 2, 3, 32), "value": others(2, 2, 3, 32)},
-        refuses_type("cache…", {"key.dtype": ...}),
+        rejects_type("cache…", {"key.dtype": ...}),
     ),
     "value shape": (
         {"value": ones(2, 2, 2, 32)},
-        refuses("value", {"value.shape": (2, 2, 2, 32), "key.shape": (2, 2, 3, 32)}),
+        rejects("value", {"value.shape": (2, 2, 2, 32), "key.shape": (2, 2, 3, 32)}),
     ),
     "value dtype": (
         {"value": others(2, 2, 3, 32)},
-        refuses_type("value", {"value.dtype": ..., "key.dtype": ...}),
+        rejects_type("value", {"value.dtype": ..., "key.dtype": ...}),
     ),
     "too many tokens": (
         {"key": ones(2, 2, 33, 32), "value": ones(2, 2, 33, 32)},
-        refuses("lengths + new tokens", lengths=[0, 0], new_lengths=...),
+        rejects("lengths + new tokens", lengths=[0, 0], new_lengths=...),
     ),
-    "new_lengths too long": ({"new_lengths": [3, 4]}, refuses("new_lengths", new_lengths=[3, 4])),
-    "new_lengths negative": ({"new_lengths": [-1, 1]}, refuses("new_lengths", new_lengths=[-1, 1])),
+    "new_lengths too long": ({"new_lengths": [3, 4]}, rejects("new_lengths", new_lengths=[3, 4])),
+    "new_lengths negative": ({"new_lengths": [-1, 1]}, rejects("new_lengths", new_lengths=[-1, 1])),
     "new_lengths array": (
         {"new_lengths": lengths(3, 4)},
-        refuses("new_lengths", new_lengths=[3, 4]),
+        rejects("new_lengths", new_lengths=[3, 4]),
     ),
     "new_lengths too few": (
         {"new_lengths": [3]},
-        refuses("new_lengths", {"new_lengths.shape": (1,)}),
+        rejects("new_lengths", {"new_lengths.shape": (1,)}),
     ),
     "new_lengths floats": (
         {"new_lengths": [1.0, 2.0]},
-        refuses_type("new_lengths", {"new_lengths.dtype": ...}),
+        rejects_type("new_lengths", {"new_lengths.dtype": ...}),
     ),
     "new_lengths booleans": (
         {"new_lengths": [True, False]},
-        refuses_type("new_lengths", {"new_lengths.dtype": ...}),
+        rejects_type("new_lengths", {"new_lengths.dtype": ...}),
     ),
 }
 
@@ -1228,56 +1232,56 @@ APPENDS = {
 @pytest.mark.parametrize("name", APPENDS)
 def test_appending_rejects_bad_input(sibling, name):
     """Appending to a cache raises an error for tokens that do not fit it."""
-    keywords, refusal = APPENDS[name]
+    keywords, input_error = APPENDS[name]
     keywords = {"cache": cache, "key": TOKENS, "value": TOKENS, **keywords}
-    assert_error(sibling, "append_to_cache", (), keywords, refusal)
+    assert_error(sibling, "append_to_cache", (), keywords, input_error)
 
 
 CACHED = {
-    "float mask": ({"mask": floats(3, 32)}, refuses_type("mask", {"mask.dtype": ...})),
-    "mask of the tokens only": ({"mask": booleans(3, 3)}, refuses("mask", {"mask.shape": (3, 3)})),
-    "bias of the tokens only": ({"bias": floats(3, 3)}, refuses("bias", {"bias.shape": (3, 3)})),
+    "float mask": ({"mask": floats(3, 32)}, rejects_type("mask", {"mask.dtype": ...})),
+    "mask of the tokens only": ({"mask": booleans(3, 3)}, rejects("mask", {"mask.shape": (3, 3)})),
+    "bias of the tokens only": ({"bias": floats(3, 3)}, rejects("bias", {"bias.shape": (3, 3)})),
     "too few positions without RoPE": (
         {"positions": lengths(0, 1)[None]},
-        refuses("positions", {"positions.shape": (1, 2)}),
+        rejects("positions", {"positions.shape": (1, 2)}),
     ),
-    "rank": ({"x": ones(3, 64)}, refuses("x", {"x.shape": (3, 64)})),
-    "integers": ({"x": integers(2, 3, 64)}, refuses_type("x…", {"x.dtype": ...})),
-    "list": ({"x": [[[1.0] * 64]]}, refuses_type("x", "list")),
-    "width": ({"x": ones(2, 3, 6)}, refuses("x", {"x.shape": (2, 3, 6)})),
+    "rank": ({"x": ones(3, 64)}, rejects("x", {"x.shape": (3, 64)})),
+    "integers": ({"x": integers(2, 3, 64)}, rejects_type("x…", {"x.dtype": ...})),
+    "list": ({"x": [[[1.0] * 64]]}, rejects_type("x", "list")),
+    "width": ({"x": ones(2, 3, 6)}, rejects("x", {"x.shape": (2, 3, 6)})),
     "batch": (
         {"x": ones(3, 3, 64)},
-        refuses("x", {"x.shape": (3, 3, 64), "cache.lengths.shape": (2,)}),
+        rejects("x", {"x.shape": (3, 3, 64), "cache.lengths.shape": (2,)}),
     ),
     "too many tokens": (
         {"x": ones(2, 33, 64)},
-        refuses("lengths + new tokens", lengths=[0, 0], new_lengths=...),
+        rejects("lengths + new tokens", lengths=[0, 0], new_lengths=...),
     ),
     "no cache": (
         {"cache": None},
-        refuses_type("cache", "NoneType", hint="init_cache(batch_size, capacity)"),
+        rejects_type("cache", "NoneType", hint="init_cache(batch_size, capacity)"),
     ),
     "cache heads": (
         {"cache": lambda sibling: sibling.init_cache(2, 1, 32, 32)},
-        refuses("cache.keys", "(2, 1, 32, 32)"),
+        rejects("cache.keys", "(2, 1, 32, 32)"),
     ),
     "cache head_dim": (
         {"cache": lambda sibling: sibling.init_cache(2, 2, 32, 64)},
-        refuses("cache.keys", "(2, 2, 32, 64)"),
+        rejects("cache.keys", "(2, 2, 32, 64)"),
     ),
     "cache value_head_dim": (
         {"cache": lambda sibling: sibling.init_cache(2, 2, 32, 32, value_head_dim=64)},
-        refuses("cache.values", "(2, 2, 32, 64)"),
+        rejects("cache.values", "(2, 2, 32, 64)"),
     ),
-    "new_lengths too long": ({"new_lengths": [4, 1]}, refuses("new_lengths", new_lengths=[4, 1])),
-    "new_lengths negative": ({"new_lengths": [-1, 1]}, refuses("new_lengths", new_lengths=[-1, 1])),
+    "new_lengths too long": ({"new_lengths": [4, 1]}, rejects("new_lengths", new_lengths=[4, 1])),
+    "new_lengths negative": ({"new_lengths": [-1, 1]}, rejects("new_lengths", new_lengths=[-1, 1])),
     "new_lengths too few": (
         {"new_lengths": [1]},
-        refuses("new_lengths", {"new_lengths.shape": (1,)}),
+        rejects("new_lengths", {"new_lengths.shape": (1,)}),
     ),
     "new_lengths floats": (
         {"new_lengths": [1.0, 2.0]},
-        refuses_type("new_lengths", {"new_lengths.dtype": ...}),
+        rejects_type("new_lengths", {"new_lengths.dtype": ...}),
     ),
 }
 
@@ -1285,7 +1289,7 @@ CACHED = {
 @pytest.mark.parametrize("name", CACHED)
 def test_cached_function_rejects_bad_input(sibling, name):
     """The function with a cache raises an error for bad input."""
-    keywords, refusal = CACHED[name]
+    keywords, input_error = CACHED[name]
     weights = of_layer(AttentionSpec(64, 2))
     keywords = {
         "x": ones(2, 3, 64),
@@ -1294,12 +1298,14 @@ def test_cached_function_rejects_bad_input(sibling, name):
         "weights": weights,
         "spec": AttentionSpec(64, 2),
     }
-    assert_error(sibling, "multi_head_attention_with_cache", (), keywords, refusal)
+    assert_error(sibling, "multi_head_attention_with_cache", (), keywords, input_error)
 
 
 @pytest.mark.parametrize("name", CACHED)
 def test_cached_module_rejects_bad_input(sibling, name):
     """A module with a cache raises an error for bad input."""
-    keywords, refusal = CACHED[name]
+    keywords, input_error = CACHED[name]
     module = usual(sibling, "MultiHeadAttentionWithCache", AttentionSpec(64, 2))
-    assert_error(sibling, module, (), {"x": ones(2, 3, 64), "cache": cache, **keywords}, refusal)
+    assert_error(
+        sibling, module, (), {"x": ones(2, 3, 64), "cache": cache, **keywords}, input_error
+    )

@@ -5,7 +5,7 @@ pass.
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from helpers.siblings import DTYPES, contents_of
 
@@ -241,7 +241,7 @@ def test_overflow_leaves_the_cache(sibling, dtype, name):
     cache = filled_cache(sibling, module, filled, dtype)
     before = contents_of(sibling, cache)
     x = sibling.array(random_tokens(num_new, dtype))
-    with refuses("lengths + new tokens", lengths=filled, new_lengths=...):
+    with rejects("lengths + new tokens", lengths=filled, new_lengths=...):
         module(x, cache, new_lengths=new_lengths)
     assert [
         np.array_equal(*pair) for pair in zip(contents_of(sibling, cache), before, strict=True)
@@ -302,7 +302,7 @@ def test_written_cache_is_not_used_again(sibling):
             assert uses["step"]()[1].lengths.tolist() == [5, 5, 5]
             continue
         for use in uses.values():
-            with refuses("cache", hint="cache.copy()"):
+            with rejects("cache", hint="cache.copy()"):
                 use()
         assert np.asarray(module(token, after)[1].lengths).tolist() == [6, 6, 6]
 
@@ -316,7 +316,7 @@ def test_appending_writes_over_a_cache(sibling):
     cache = sibling.init_cache(1, 2, NUM_TOKENS, 32)
     new = sibling.array(np.ones((1, 2, 1, 32), sibling.kernel_dtype))
     sibling.package.append_to_cache(cache, new, new)
-    with refuses("cache", hint="cache.copy()"):
+    with rejects("cache", hint="cache.copy()"):
         sibling.package.append_to_cache(cache, new, new)
 
     module, cache, token = begun(sibling, "MultiHeadAttentionWithCache")

@@ -13,7 +13,7 @@ from dataclasses import fields
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.siblings import DTYPES, EPSILON, PATHS
 from helpers.textbook import TEXTBOOK_OUTPUT
@@ -324,9 +324,9 @@ def test_temperature_takes_positions(sibling, rng):
 
     assert np.array_equal(output(), output(range(5)))
     assert np.abs(output() - output(range(3, 8))).max() > 1e-3
-    with refuses("positions", {"positions.shape": (1, 4)}):
+    with rejects("positions", {"positions.shape": (1, 4)}):
         output(range(4))
-    with refuses_type("temperature", temperature=4):
+    with rejects_type("temperature", temperature=4):
         heads = sibling.array(full((2, 1, 5, 8)))
         sibling.package.apply_temperature(heads, sibling.option(np.zeros((1, 5), np.int32)), 4)
 
@@ -763,15 +763,15 @@ def test_shared_keys_are_taken_as_they_are(sibling, form):
 def test_shared_keys_must_fit(sibling):
     """Shared keys that are missing, or of other heads, raise an error."""
     _, x, shared, (k, v) = sharing(sibling, np.float32)
-    with refuses("key and value", "None"):
+    with rejects("key and value", "None"):
         shared(x)
-    with refuses("key", {"key.shape": (2, 1, 3, k.shape[3])}):
+    with rejects("key", {"key.shape": (2, 1, 3, k.shape[3])}):
         shared(x, k[:, :1], v[:, :1])
-    with refuses("value", {"value.shape": (2, 2, 2, v.shape[3])}):
+    with rejects("value", {"value.shape": (2, 2, 2, v.shape[3])}):
         shared(x, k, v[:, :, :2])
-    with refuses("key", {"key.shape": (2, 3, 24)}):
+    with rejects("key", {"key.shape": (2, 3, 24)}):
         shared(x, x, x)
-    with refuses("key and value", "None"):
+    with rejects("key and value", "None"):
         sibling.module("MultiHeadSelfAttention", shared.spec)(x)
 
 
@@ -810,24 +810,24 @@ def test_module_takes_the_fields_of_its_spec(sibling, kind):
 
 
 REJECTED = {
-    "num_heads in addition to a spec": ((SPEC, 2), {}, refuses("num_heads", num_heads=2)),
-    "a field in addition to a spec": ((SPEC,), {"dropout": 0.1}, refuses("dropout", dropout=0.1)),
-    "both": ((SPEC, 2), {"sinks": True}, refuses("num_heads and sinks", num_heads=2, sinks=True)),
-    "d_model in addition to a spec": ((SPEC,), {"d_model": 8}, refuses("d_model", d_model=8)),
-    "an unknown field": ((8, 2), {"heads": 2}, refuses_type("heads", hint="num_heads")),
-    "an unknown field and a spec": ((SPEC,), {"heads": 2}, refuses_type("heads", hint="num_heads")),
-    "a dictionary": (({"d_model": 8},), {}, refuses_type("spec", spec={"d_model": 8})),
-    "a width that is not an integer": ((8.0, 2), {}, refuses_type("spec", spec=8.0)),
-    "a boolean width": ((True, 2), {}, refuses_type("d_model", d_model=True)),
-    "no heads": ((8,), {}, refuses_type("spec", spec=8)),
-    "no heads, d_model by name": ((), {"d_model": 8}, refuses_type("spec", spec=8)),
-    "no width": ((), {"num_heads": 2}, refuses_type("spec", spec=None)),
-    "nothing": ((), {}, refuses_type("spec", spec=None)),
+    "num_heads in addition to a spec": ((SPEC, 2), {}, rejects("num_heads", num_heads=2)),
+    "a field in addition to a spec": ((SPEC,), {"dropout": 0.1}, rejects("dropout", dropout=0.1)),
+    "both": ((SPEC, 2), {"sinks": True}, rejects("num_heads and sinks", num_heads=2, sinks=True)),
+    "d_model in addition to a spec": ((SPEC,), {"d_model": 8}, rejects("d_model", d_model=8)),
+    "an unknown field": ((8, 2), {"heads": 2}, rejects_type("heads", hint="num_heads")),
+    "an unknown field and a spec": ((SPEC,), {"heads": 2}, rejects_type("heads", hint="num_heads")),
+    "a dictionary": (({"d_model": 8},), {}, rejects_type("spec", spec={"d_model": 8})),
+    "a width that is not an integer": ((8.0, 2), {}, rejects_type("spec", spec=8.0)),
+    "a boolean width": ((True, 2), {}, rejects_type("d_model", d_model=True)),
+    "no heads": ((8,), {}, rejects_type("spec", spec=8)),
+    "no heads, d_model by name": ((), {"d_model": 8}, rejects_type("spec", spec=8)),
+    "no width": ((), {"num_heads": 2}, rejects_type("spec", spec=None)),
+    "nothing": ((), {}, rejects_type("spec", spec=None)),
     "d_model twice": ((8, 2), {"d_model": 8}, pytest.raises(TypeError, match="'d_model'")),
     "fields that do not fit": (
         (8, 2),
         {"num_kv_heads": 3},
-        refuses("num_heads", num_heads=2, num_kv_heads=3),
+        rejects("num_heads", num_heads=2, num_kv_heads=3),
     ),
 }
 
@@ -836,8 +836,8 @@ REJECTED = {
 @pytest.mark.parametrize("name", REJECTED)
 def test_module_rejects_other_fields(sibling, kind, name):
     """A module raises an error for fields that a spec does not have, or that do not fit."""
-    arguments, keywords, refusal = REJECTED[name]
-    with refusal:
+    arguments, keywords, input_error = REJECTED[name]
+    with input_error:
         sibling.made(kind, *arguments, **keywords)
 
 
@@ -973,6 +973,6 @@ def test_given_dropout_keeps_and_doubles(sibling):
 def test_given_dropout_requires_training(sibling):
     """A given dropout without training raises an error."""
     keep = np.ones((2, 2, 3, 4), bool)
-    with refuses("dropout_keep", "dropout_keep and training=False"):
+    with rejects("dropout_keep", "dropout_keep and training=False"):
         arrays = problem(BARE, np.float32)
         sibling.attended("function-plain", BARE.replace(dropout=0.5), arrays, dropout_keep=keep)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 
 import parity
@@ -30,22 +30,22 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 
 
 @pytest.mark.parametrize(
-    ("norm", "parameters", "refusal"),
+    ("norm", "parameters", "input_error"),
     [
-        (Norm(), [], refuses("weight", {"weight.shape": None})),
-        (Norm(weight=None), [W], refuses("weight", {"weight.shape": ...})),
-        (Norm(), [W[:3]], refuses("weight", {"weight.shape": ...})),
-        (Norm(), [W, B], refuses("bias", {"bias.shape": ...})),
-        (Norm(per_head=True), [W], refuses("weight", {"weight.shape": ...})),
-        ("rms", [W], refuses_type("norm", norm="rms")),
+        (Norm(), [], rejects("weight", {"weight.shape": None})),
+        (Norm(weight=None), [W], rejects("weight", {"weight.shape": ...})),
+        (Norm(), [W[:3]], rejects("weight", {"weight.shape": ...})),
+        (Norm(), [W, B], rejects("bias", {"bias.shape": ...})),
+        (Norm(per_head=True), [W], rejects("weight", {"weight.shape": ...})),
+        ("rms", [W], rejects_type("norm", norm="rms")),
     ],
     ids=["none", "unexpected", "shape", "bias", "heads", "kind"],
 )
-def test_norm_rejects_other_parameters(sibling, norm, parameters, refusal):
+def test_norm_rejects_other_parameters(sibling, norm, parameters, input_error):
     """Parameters that a norm does not have, or of the wrong shape, raise an error."""
     x = sibling.array(np.ones(HEADS, np.float32))
     parameters = [sibling.stage_weight("norm", parameter) for parameter in parameters]
-    with refusal:
+    with input_error:
         sibling.package.apply_norm(x, norm, *parameters)
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 
 import mha_spec
 from mha_spec import (
@@ -152,17 +152,17 @@ def test_records_have_replace():
 
 
 @pytest.mark.parametrize(
-    ("changes", "refusal"),
+    ("changes", "input_error"),
     [
-        ({"num_heads": 3}, refuses("d_model")),
-        ({"num_kv_heads": 3}, refuses("num_heads", num_heads=8, num_kv_heads=3)),
-        ({"d_model": None}, refuses_type("d_model", d_model=None)),
+        ({"num_heads": 3}, rejects("d_model")),
+        ({"num_kv_heads": 3}, rejects("num_heads", num_heads=8, num_kv_heads=3)),
+        ({"d_model": None}, rejects_type("d_model", d_model=None)),
         ({"heads": 4}, pytest.raises(TypeError, match="'heads'")),
     ],
 )
-def test_invalid_replace_raises(changes, refusal):
+def test_invalid_replace_raises(changes, input_error):
     """`replace` with sizes that do not fit, None or an unknown name raises an error."""
-    with refusal:
+    with input_error:
         AttentionSpec(512, 8).replace(**changes)
 
 
@@ -253,65 +253,65 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
 INVALID_SPECS = [
     (
         {"d_model": 10, "num_heads": 4},
-        refuses("d_model", "d_model=10 and num_heads=4 without head_dim"),
+        rejects("d_model", "d_model=10 and num_heads=4 without head_dim"),
     ),
-    ({"d_model": 0, "num_heads": 4}, refuses("d_model", d_model=0)),
-    ({"d_model": 8.0, "num_heads": 4}, refuses_type("d_model", d_model=8.0)),
-    ({"d_model": 8, "num_heads": True}, refuses_type("num_heads", num_heads=True)),
+    ({"d_model": 0, "num_heads": 4}, rejects("d_model", d_model=0)),
+    ({"d_model": 8.0, "num_heads": 4}, rejects_type("d_model", d_model=8.0)),
+    ({"d_model": 8, "num_heads": True}, rejects_type("num_heads", num_heads=True)),
     (
         {"d_model": 8, "num_heads": 4, "num_kv_heads": 3},
-        refuses("num_heads", num_heads=4, num_kv_heads=3),
+        rejects("num_heads", num_heads=4, num_kv_heads=3),
     ),
-    ({"d_model": 8, "num_heads": 4, "head_dim": -1}, refuses("head_dim", head_dim=-1)),
+    ({"d_model": 8, "num_heads": 4, "head_dim": -1}, rejects("head_dim", head_dim=-1)),
     (
         {"d_model": 8, "num_heads": 4, "value_head_dim": 0},
-        refuses("value_head_dim", value_head_dim=0),
+        rejects("value_head_dim", value_head_dim=0),
     ),
     (
         {"d_model": 8, "num_heads": 4, "value_head_dim": 2.0},
-        refuses_type("value_head_dim", value_head_dim=2.0),
+        rejects_type("value_head_dim", value_head_dim=2.0),
     ),
-    ({"d_model": 6, "num_heads": 2, "rope": Rope()}, refuses("head_dim", head_dim=3)),
-    ({"d_model": 8, "num_heads": 2, "rope": 1e4}, refuses_type("rope", rope=10000.0)),
-    ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, refuses("dropout", dropout=math.nan)),
-    ({"d_model": 8, "num_heads": 2, "dropout": "0.5"}, refuses_type("dropout", dropout="0.5")),
+    ({"d_model": 6, "num_heads": 2, "rope": Rope()}, rejects("head_dim", head_dim=3)),
+    ({"d_model": 8, "num_heads": 2, "rope": 1e4}, rejects_type("rope", rope=10000.0)),
+    ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, rejects("dropout", dropout=math.nan)),
+    ({"d_model": 8, "num_heads": 2, "dropout": "0.5"}, rejects_type("dropout", dropout="0.5")),
     (
         {"d_model": 8, "num_heads": 2, "output_dropout": False},
-        refuses_type("output_dropout", output_dropout=False),
+        rejects_type("output_dropout", output_dropout=False),
     ),
     (
         {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False)},
-        refuses("qkv_bias", qkv_bias=(True, False)),
+        rejects("qkv_bias", qkv_bias=(True, False)),
     ),
     (
         {"d_model": 8, "num_heads": 2, "qkv_bias": (1, 0, 1)},
-        refuses_type("qkv_bias", qkv_bias=1),
+        rejects_type("qkv_bias", qkv_bias=1),
     ),
     (
         {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False, True), "fused_qkv": True},
-        refuses("qkv_bias", qkv_bias=(True, False, True)),
+        rejects("qkv_bias", qkv_bias=(True, False, True)),
     ),
-    ({"d_model": 8, "num_heads": 2, "qkv_bias": "no"}, refuses_type("qkv_bias", qkv_bias="no")),
-    ({"d_model": 8, "num_heads": 2, "out_bias": 1}, refuses_type("out_bias", out_bias=1)),
-    ({"d_model": 8, "num_heads": 2, "out_proj": None}, refuses_type("out_proj", out_proj=None)),
+    ({"d_model": 8, "num_heads": 2, "qkv_bias": "no"}, rejects_type("qkv_bias", qkv_bias="no")),
+    ({"d_model": 8, "num_heads": 2, "out_bias": 1}, rejects_type("out_bias", out_bias=1)),
+    ({"d_model": 8, "num_heads": 2, "out_proj": None}, rejects_type("out_proj", out_proj=None)),
     (
         {"d_model": 8, "num_heads": 2, "fused_qkv": "x"},
-        refuses_type("fused_qkv", fused_qkv="x"),
+        rejects_type("fused_qkv", fused_qkv="x"),
     ),
     (
         {"d_model": 8, "num_heads": 2, "d_kv": 4, "rope": Rope()},
-        refuses("d_kv", d_kv=4, d_in=8),
+        rejects("d_kv", d_kv=4, d_in=8),
     ),
-    ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, refuses("dropout", dropout=1.0)),
+    ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, rejects("dropout", dropout=1.0)),
     (
         {"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True},
-        refuses("d_kv", d_kv=4, d_in=8),
+        rejects("d_kv", d_kv=4, d_in=8),
     ),
-    ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, refuses_type("qk_norm", qk_norm="rms")),
-    ({"d_model": 8, "num_heads": 2, "gate": True}, refuses_type("gate", gate=True)),
+    ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, rejects_type("qk_norm", qk_norm="rms")),
+    ({"d_model": 8, "num_heads": 2, "gate": True}, rejects_type("gate", gate=True)),
     (
         {"d_model": 8, "num_heads": 2, "temperature": 8192},
-        refuses_type("temperature", temperature=8192),
+        rejects_type("temperature", temperature=8192),
     ),
     (
         {
@@ -320,62 +320,62 @@ INVALID_SPECS = [
             "temperature": Temperature(4),
             "rope": Rope(sections=(2, 1, 1)),
         },
-        refuses("temperature", temperature=..., sections=(2, 1, 1)),
+        rejects("temperature", temperature=..., sections=(2, 1, 1)),
     ),
-    (LATENT | {"latent": 16}, refuses_type("latent", latent=16)),
+    (LATENT | {"latent": 16}, rejects_type("latent", latent=16)),
     (
         LATENT | {"num_kv_heads": 1},
-        refuses("num_kv_heads", num_kv_heads=1, latent=...),
+        rejects("num_kv_heads", num_kv_heads=1, latent=...),
     ),
-    (LATENT | {"d_kv": 4}, refuses("d_kv", d_kv=4, latent=...)),
-    (LATENT | {"fused_qkv": True}, refuses("fused_qkv", fused_qkv=True, latent=...)),
-    (LATENT | {"qk_norm": Norm()}, refuses("qk_norm", qk_norm=..., latent=...)),
-    (LATENT | {"v_norm": Norm()}, refuses("v_norm", v_norm=..., latent=...)),
-    (LATENT | {"clip_qkv": 1.0}, refuses("clip_qkv", clip_qkv=1.0, latent=...)),
-    (LATENT | {"head_dim": 2}, refuses("rope_dim", rope_dim=2, head_dim=2)),
+    (LATENT | {"d_kv": 4}, rejects("d_kv", d_kv=4, latent=...)),
+    (LATENT | {"fused_qkv": True}, rejects("fused_qkv", fused_qkv=True, latent=...)),
+    (LATENT | {"qk_norm": Norm()}, rejects("qk_norm", qk_norm=..., latent=...)),
+    (LATENT | {"v_norm": Norm()}, rejects("v_norm", v_norm=..., latent=...)),
+    (LATENT | {"clip_qkv": 1.0}, rejects("clip_qkv", clip_qkv=1.0, latent=...)),
+    (LATENT | {"head_dim": 2}, rejects("rope_dim", rope_dim=2, head_dim=2)),
     (
         LATENT | {"qkv_bias": (True, True, False)},
-        refuses("qkv_bias", qkv_bias=(True, True, False)),
+        rejects("qkv_bias", qkv_bias=(True, True, False)),
     ),
-    (LATENT | {"rope": Rope()}, refuses("rope", rope=..., latent=...)),
-    (LATENT | {"rope": Rope(rotary_dim=2)}, refuses("rope", rope=..., latent=...)),
-    (SHARED | {"d_kv": 4}, refuses("d_kv", d_kv=4)),
-    (SHARED | {"fused_qkv": True}, refuses("fused_qkv", fused_qkv=True)),
-    (SHARED | {"v_norm": Norm()}, refuses("v_norm", v_norm=...)),
+    (LATENT | {"rope": Rope()}, rejects("rope", rope=..., latent=...)),
+    (LATENT | {"rope": Rope(rotary_dim=2)}, rejects("rope", rope=..., latent=...)),
+    (SHARED | {"d_kv": 4}, rejects("d_kv", d_kv=4)),
+    (SHARED | {"fused_qkv": True}, rejects("fused_qkv", fused_qkv=True)),
+    (SHARED | {"v_norm": Norm()}, rejects("v_norm", v_norm=...)),
     (
         SHARED | {"qkv_bias": (True, False, True)},
-        refuses("qkv_bias", qkv_bias=(True, False, True)),
+        rejects("qkv_bias", qkv_bias=(True, False, True)),
     ),
-    (LATENT | {"shared_kv": True}, refuses("latent", latent=...)),
-    (SHARED | {"shared_kv": 1}, refuses_type("shared_kv", shared_kv=1)),
+    (LATENT | {"shared_kv": True}, rejects("latent", latent=...)),
+    (SHARED | {"shared_kv": 1}, rejects_type("shared_kv", shared_kv=1)),
     (
         {"d_model": 8, "num_heads": 2, "context_norm": Norm()},
-        refuses("context_norm", context_norm=...),
+        rejects("context_norm", context_norm=...),
     ),
     (
         {"d_model": 8, "num_heads": 2, "context_norm": Norm(over="width"), "gate": Gate()},
-        refuses("gate", gate=..., context_norm=...),
+        rejects("gate", gate=..., context_norm=...),
     ),
     (
         LATENT | {"context_norm": Norm(over="width")},
-        refuses("context_norm", context_norm=..., latent=...),
+        rejects("context_norm", context_norm=..., latent=...),
     ),
-    ({"d_model": 8, "num_heads": 2, "alibi": True}, refuses_type("alibi", alibi=True)),
+    ({"d_model": 8, "num_heads": 2, "alibi": True}, rejects_type("alibi", alibi=True)),
     (
         {"d_model": 8, "num_heads": 2, "relative_bias": 32},
-        refuses_type("relative_bias", relative_bias=32),
+        rejects_type("relative_bias", relative_bias=32),
     ),
     (
         {"d_model": 8, "num_heads": 2, "alibi": Alibi(), "relative_bias": RelativeBias()},
-        refuses("alibi", alibi=..., relative_bias=...),
+        rejects("alibi", alibi=..., relative_bias=...),
     ),
     (
         {"d_model": 8, "num_heads": 2, "relative_bias": GridBias(2, 2), "window_size": 2},
-        refuses("window_size", window_size=2, grid=...),
+        rejects("window_size", window_size=2, grid=...),
     ),
     (
         {"d_model": 8, "num_heads": 2, "relative_products": RelativeBias()},
-        refuses_type("relative_products", relative_products=...),
+        rejects_type("relative_products", relative_products=...),
     ),
     (
         {
@@ -384,60 +384,60 @@ INVALID_SPECS = [
             "relative_products": RelativeProducts(2, 2),
             "soft_cap": 2.0,
         },
-        refuses("soft_cap", soft_cap=2.0),
+        rejects("soft_cap", soft_cap=2.0),
     ),
     (
         LATENT | {"relative_products": RelativeProducts(2, 2)},
-        refuses("relative_products", relative_products=..., latent=...),
+        rejects("relative_products", relative_products=..., latent=...),
     ),
-    ({"d_model": 8, "num_heads": 2, "sinks": 1}, refuses_type("sinks", sinks=1)),
-    ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, refuses("clip_qkv", clip_qkv=0.0)),
+    ({"d_model": 8, "num_heads": 2, "sinks": 1}, rejects_type("sinks", sinks=1)),
+    ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, rejects("clip_qkv", clip_qkv=0.0)),
     (
         {"d_model": 8, "num_heads": 2, "clip_qkv": math.nan},
-        refuses("clip_qkv", clip_qkv=math.nan),
+        rejects("clip_qkv", clip_qkv=math.nan),
     ),
-    ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, refuses_type("clip_qkv", clip_qkv=True)),
-    ({"d_model": 8, "num_heads": 2, "v_norm": True}, refuses_type("v_norm", v_norm=True)),
+    ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, rejects_type("clip_qkv", clip_qkv=True)),
+    ({"d_model": 8, "num_heads": 2, "v_norm": True}, rejects_type("v_norm", v_norm=True)),
     (
         {"d_model": 8, "num_heads": 2, "qk_norm": Norm(after_rope=True)},
-        refuses("qk_norm.after_rope", after_rope=True, rope=None),
+        rejects("qk_norm.after_rope", after_rope=True, rope=None),
     ),
     (
         {"d_model": 8, "num_heads": 2, "v_norm": Norm(after_rope=True)},
-        refuses("v_norm", after_rope=True),
+        rejects("v_norm", after_rope=True),
     ),
 ]
 
 
 def test_invalid_spec_raises(subtests):
     """Invalid fields and combinations raise an error that names them."""
-    for keywords, refusal in INVALID_SPECS:
-        with subtests.test(str(refusal), keywords=keywords), refusal:
+    for keywords, input_error in INVALID_SPECS:
+        with subtests.test(str(input_error), keywords=keywords), input_error:
             AttentionSpec(**keywords)
 
 
 INVALID_NORMS = [
-    ({"kind": "batch"}, refuses("kind", kind="batch")),
-    ({"over": "tokens"}, refuses("over", over="tokens")),
-    ({"weight": True}, refuses("weight", weight=True)),
-    ({"kind": np.array(["rms", "layer"])}, refuses("kind", kind=...)),
-    ({"eps": 0}, refuses("eps", eps=0.0)),
-    ({"eps": "small"}, refuses_type("eps", eps="small")),
-    ({"bias": 1}, refuses_type("bias", bias=1)),
-    ({"bias": True, "weight": None}, refuses("bias", bias=True, weight=None)),
-    ({"per_head": True, "weight": None}, refuses("per_head", per_head=True, weight=None)),
-    ({"per_head": True, "over": "width"}, refuses("per_head", per_head=True, over="width")),
+    ({"kind": "batch"}, rejects("kind", kind="batch")),
+    ({"over": "tokens"}, rejects("over", over="tokens")),
+    ({"weight": True}, rejects("weight", weight=True)),
+    ({"kind": np.array(["rms", "layer"])}, rejects("kind", kind=...)),
+    ({"eps": 0}, rejects("eps", eps=0.0)),
+    ({"eps": "small"}, rejects_type("eps", eps="small")),
+    ({"bias": 1}, rejects_type("bias", bias=1)),
+    ({"bias": True, "weight": None}, rejects("bias", bias=True, weight=None)),
+    ({"per_head": True, "weight": None}, rejects("per_head", per_head=True, weight=None)),
+    ({"per_head": True, "over": "width"}, rejects("per_head", per_head=True, over="width")),
     (
         {"after_rope": True, "over": "width"},
-        refuses("after_rope", after_rope=True, over="width"),
+        rejects("after_rope", after_rope=True, over="width"),
     ),
 ]
 
 
 def test_invalid_norm_raises(subtests):
     """Invalid fields and combinations of `Norm` raise an error that names them."""
-    for keywords, refusal in INVALID_NORMS:
-        with subtests.test(str(refusal), keywords=keywords), refusal:
+    for keywords, input_error in INVALID_NORMS:
+        with subtests.test(str(input_error), keywords=keywords), input_error:
             Norm(**keywords)
 
 
@@ -459,17 +459,17 @@ def test_norms_have_their_parameters():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "refusal"),
+    ("keywords", "input_error"),
     [
-        ({"length": 0}, refuses("length", length=0)),
-        ({"length": 8192.0}, refuses_type("length", length=8192.0)),
-        ({"length": 4, "scale": 0.0}, refuses("scale", scale=0.0)),
-        ({"length": 4, "first_position": -1}, refuses("first_position", first_position=-1)),
+        ({"length": 0}, rejects("length", length=0)),
+        ({"length": 8192.0}, rejects_type("length", length=8192.0)),
+        ({"length": 4, "scale": 0.0}, rejects("scale", scale=0.0)),
+        ({"length": 4, "first_position": -1}, rejects("first_position", first_position=-1)),
     ],
 )
-def test_invalid_temperature_raises(keywords, refusal):
+def test_invalid_temperature_raises(keywords, input_error):
     """Invalid fields of `Temperature` raise an error that names them."""
-    with refusal:
+    with input_error:
         Temperature(**keywords)
 
 
@@ -493,7 +493,7 @@ def test_gate_adds_a_projection():
         8,
     )
     assert AttentionSpec.from_json(spec.to_json()) == spec
-    with refuses_type("per_head", per_head=1):
+    with rejects_type("per_head", per_head=1):
         Gate(per_head=1)
 
 
@@ -540,17 +540,17 @@ def test_latents_have_projections_and_norms():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "refusal"),
+    ("keywords", "input_error"),
     [
-        ({"q_rank": 3, "q_factor": 0.0}, refuses("q_factor", q_factor=0.0)),
-        ({"kv_factor": math.inf}, refuses("kv_factor", kv_factor=math.inf)),
-        ({"kv_factor": "2"}, refuses_type("kv_factor", kv_factor="2")),
-        ({"q_factor": 2.0}, refuses("q_factor", q_factor=2.0)),
+        ({"q_rank": 3, "q_factor": 0.0}, rejects("q_factor", q_factor=0.0)),
+        ({"kv_factor": math.inf}, rejects("kv_factor", kv_factor=math.inf)),
+        ({"kv_factor": "2"}, rejects_type("kv_factor", kv_factor="2")),
+        ({"q_factor": 2.0}, rejects("q_factor", q_factor=2.0)),
     ],
 )
-def test_invalid_latent_factors_raise(keywords, refusal):
+def test_invalid_latent_factors_raise(keywords, input_error):
     """Invalid factors of latents, and a query factor without a query rank, raise an error."""
-    with refusal:
+    with input_error:
         Latent(6, 2, **keywords)
 
 
@@ -563,7 +563,7 @@ def test_absorbed_is_attention_over_latents():
     )
     widths = {"num_kv_heads": 1, "head_dim": 9, "value_head_dim": 7}
     assert spec.absorbed == replace(spec, latent=None, scale=spec.score_scale, **widths)
-    with refuses("spec", spec=...):
+    with rejects("spec", spec=...):
         AttentionSpec(16, 2).absorbed  # noqa: B018
 
 
@@ -596,16 +596,16 @@ def test_alibi_slopes_match_the_paper():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "refusal"),
+    ("keywords", "input_error"),
     [
-        ({"max_bias": 0.0}, refuses("max_bias", max_bias=0.0)),
-        ({"max_bias": "8"}, refuses_type("max_bias", max_bias="8")),
-        ({"scaled": 1}, refuses_type("scaled", scaled=1)),
+        ({"max_bias": 0.0}, rejects("max_bias", max_bias=0.0)),
+        ({"max_bias": "8"}, rejects_type("max_bias", max_bias="8")),
+        ({"scaled": 1}, rejects_type("scaled", scaled=1)),
     ],
 )
-def test_invalid_alibi_raises(keywords, refusal):
+def test_invalid_alibi_raises(keywords, input_error):
     """Invalid fields of `Alibi` raise an error that names them."""
-    with refusal:
+    with input_error:
         Alibi(**keywords)
 
 
@@ -641,16 +641,16 @@ def test_grid_bias_has_one_number_per_offset():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "refusal"),
+    ("keywords", "input_error"),
     [
-        ({"height": 0, "width": 2}, refuses("height", height=0)),
-        ({"height": 2, "width": 2.0}, refuses_type("width", width=2.0)),
-        ({"height": 2, "width": 2, "class_token": 1}, refuses_type("class_token", class_token=1)),
+        ({"height": 0, "width": 2}, rejects("height", height=0)),
+        ({"height": 2, "width": 2.0}, rejects_type("width", width=2.0)),
+        ({"height": 2, "width": 2, "class_token": 1}, rejects_type("class_token", class_token=1)),
     ],
 )
-def test_invalid_grid_bias_raises(keywords, refusal):
+def test_invalid_grid_bias_raises(keywords, input_error):
     """Invalid fields of `GridBias` raise an error that names them."""
-    with refusal:
+    with input_error:
         GridBias(**keywords)
 
 
@@ -680,32 +680,32 @@ def test_logarithmic_buckets():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "refusal"),
+    ("keywords", "input_error"),
     [
-        ({"num_before": -1, "num_after": 2}, refuses("num_before", num_before=-1)),
-        ({"num_before": 1, "num_after": 2.0}, refuses_type("num_after", num_after=2.0)),
-        ({"num_before": 1, "num_after": 2, "per_head": 1}, refuses_type("per_head", per_head=1)),
+        ({"num_before": -1, "num_after": 2}, rejects("num_before", num_before=-1)),
+        ({"num_before": 1, "num_after": 2.0}, rejects_type("num_after", num_after=2.0)),
+        ({"num_before": 1, "num_after": 2, "per_head": 1}, rejects_type("per_head", per_head=1)),
         (
             {"num_before": 1, "num_after": 2, "of_queries": False},
-            refuses("of_queries or of_keys", of_queries=False, of_keys=False),
+            rejects("of_queries or of_keys", of_queries=False, of_keys=False),
         ),
         (
             {"num_before": 1, "num_after": 2, "num_exact": 4},
-            refuses("max_distance", num_exact=4, max_distance=None),
+            rejects("max_distance", num_exact=4, max_distance=None),
         ),
         (
             {"num_before": 1, "num_after": 2, "num_exact": 4, "max_distance": 5},
-            refuses("max_distance", max_distance=5, num_exact=4),
+            rejects("max_distance", max_distance=5, num_exact=4),
         ),
         (
             {"num_before": 9, "num_after": 2, "num_exact": 4, "max_distance": 16},
-            refuses("num_before", num_before=9, num_exact=4),
+            rejects("num_before", num_before=9, num_exact=4),
         ),
     ],
 )
-def test_invalid_relative_products_raise(keywords, refusal):
+def test_invalid_relative_products_raise(keywords, input_error):
     """Invalid fields and combinations of `RelativeProducts` raise an error that names them."""
-    with refusal:
+    with input_error:
         RelativeProducts(**keywords)
 
 
@@ -721,9 +721,9 @@ def test_sinusoid_products():
     assert before.dtype == np.float64
     assert before == pytest.approx([np.sin(1), np.cos(1), np.sin(0.1), np.cos(0.1)])
     assert after == pytest.approx([-np.sin(1), np.cos(1), -np.sin(0.1), np.cos(0.1)])
-    with refuses("d_in", d_in=5):
+    with rejects("d_in", d_in=5):
         AttentionSpec(8, 4, d_in=5, relative_products=SinusoidProducts())
-    with refuses("theta", theta=0.0):
+    with rejects("theta", theta=0.0):
         SinusoidProducts(0)
 
 
@@ -735,23 +735,23 @@ def test_relative_bias_buckets():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "refusal"),
+    ("keywords", "input_error"),
     [
-        ({"num_buckets": 31}, refuses("num_buckets", num_buckets=31)),
-        ({"num_buckets": 2}, refuses("num_buckets", num_buckets=2)),
-        ({"num_buckets": 1, "bidirectional": False}, refuses("num_buckets", num_buckets=1)),
-        ({"num_buckets": 32.0}, refuses_type("num_buckets", num_buckets=32.0)),
-        ({"max_distance": 8}, refuses("max_distance", max_distance=8, num_buckets=32)),
+        ({"num_buckets": 31}, rejects("num_buckets", num_buckets=31)),
+        ({"num_buckets": 2}, rejects("num_buckets", num_buckets=2)),
+        ({"num_buckets": 1, "bidirectional": False}, rejects("num_buckets", num_buckets=1)),
+        ({"num_buckets": 32.0}, rejects_type("num_buckets", num_buckets=32.0)),
+        ({"max_distance": 8}, rejects("max_distance", max_distance=8, num_buckets=32)),
         (
             {"max_distance": 16, "bidirectional": False},
-            refuses("max_distance", max_distance=16, num_buckets=32),
+            rejects("max_distance", max_distance=16, num_buckets=32),
         ),
-        ({"bidirectional": 1}, refuses_type("bidirectional", bidirectional=1)),
+        ({"bidirectional": 1}, rejects_type("bidirectional", bidirectional=1)),
     ],
 )
-def test_invalid_relative_bias_raises(keywords, refusal):
+def test_invalid_relative_bias_raises(keywords, input_error):
     """Invalid fields and combinations of `RelativeBias` raise an error that names them."""
-    with refusal:
+    with input_error:
         RelativeBias(**keywords)
 
 
@@ -773,9 +773,9 @@ def test_boolean_instead_of_a_record_raises():
     }
     calls |= {"relative_products": "RelativeProducts(", "latent": "Latent(kv_rank=…, rope_dim=…)"}
     for name, call in calls.items():
-        with refuses_type(name, {name: True}, hint=call):
+        with rejects_type(name, {name: True}, hint=call):
             AttentionSpec(8, 2, **{name: True})
-        with refuses_type(name, {name: False}, hint="None switches it off"):
+        with rejects_type(name, {name: False}, hint="None switches it off"):
             AttentionSpec(8, 2, **{name: False})
 
 
@@ -850,26 +850,26 @@ def test_spec_is_hashable_and_equal_by_value():
 
 
 @pytest.mark.parametrize(
-    ("text", "refusal"),
+    ("text", "input_error"),
     [
-        ("[]", refuses("a specification", "'[]'")),
-        ('{"d_model": 8}', refuses("a specification", missing=["num_heads"])),
+        ("[]", rejects("a specification", "'[]'")),
+        ('{"d_model": 8}', rejects("a specification", missing=["num_heads"])),
         (
             '{"d_model": 8, "num_heads": 2, "colour": 1}',
-            refuses("a specification", unexpected=["colour"]),
+            rejects("a specification", unexpected=["colour"]),
         ),
-        ("null", refuses("a specification", "'null'")),
+        ("null", rejects("a specification", "'null'")),
         (
             '{"d_model": 8, "num_heads": 2, "rope": {"base": 1}}',
-            refuses("rope", unexpected=["base"]),
+            rejects("rope", unexpected=["base"]),
         ),
     ],
 )
-def test_json_of_invalid_spec_raises(text, refusal):
+def test_json_of_invalid_spec_raises(text, input_error):
     """JSON that is not an object, or has missing or
     unexpected keys, raises an error that names them.
     """
-    with refusal:
+    with input_error:
         AttentionSpec.from_json(text)
 
 
@@ -922,113 +922,113 @@ def test_every_kind_of_scaling_survives_json():
 
 
 @pytest.mark.parametrize(
-    ("scaling", "refusal"),
+    ("scaling", "input_error"),
     [
-        ('{"kind": "ntk", "factor": 2}', refuses("scaling", scaling=...)),
-        ('{"factor": 2}', refuses("scaling", scaling=...)),
-        ("2", refuses("scaling", scaling=2)),
-        ('{"kind": "linear"}', refuses("scaling", missing=...)),
-        ('{"kind": "linear", "factor": 2, "beta": 1}', refuses("scaling", unexpected=...)),
+        ('{"kind": "ntk", "factor": 2}', rejects("scaling", scaling=...)),
+        ('{"factor": 2}', rejects("scaling", scaling=...)),
+        ("2", rejects("scaling", scaling=2)),
+        ('{"kind": "linear"}', rejects("scaling", missing=...)),
+        ('{"kind": "linear", "factor": 2, "beta": 1}', rejects("scaling", unexpected=...)),
     ],
 )
-def test_json_of_invalid_scaling_raises(scaling, refusal):
+def test_json_of_invalid_scaling_raises(scaling, input_error):
     """JSON of a scaling with an unknown or missing kind, or with wrong keys, raises an error."""
-    with refusal:
+    with input_error:
         AttentionSpec.from_json(
             f'{{"d_model": 8, "num_heads": 2, "rope": {{"theta": 1e4, "scaling": {scaling}}}}}'
         )
 
 
 INVALID_ROPES = [
-    (lambda: Rope(scaling=8.0), refuses_type("scaling", scaling=8.0)),
-    (lambda: Rope(rotary_dim=3), refuses("rotary_dim", rotary_dim=3)),
-    (lambda: Rope(rotary_dim=4.0), refuses_type("rotary_dim", rotary_dim=4.0)),
-    (lambda: Rope(rotated="middle"), refuses("rotated", rotated="middle")),
-    (lambda: Rope(pairs="odd"), refuses("pairs", pairs="odd")),
-    (lambda: Rope(section_order="x"), refuses("section_order", section_order="x")),
+    (lambda: Rope(scaling=8.0), rejects_type("scaling", scaling=8.0)),
+    (lambda: Rope(rotary_dim=3), rejects("rotary_dim", rotary_dim=3)),
+    (lambda: Rope(rotary_dim=4.0), rejects_type("rotary_dim", rotary_dim=4.0)),
+    (lambda: Rope(rotated="middle"), rejects("rotated", rotated="middle")),
+    (lambda: Rope(pairs="odd"), rejects("pairs", pairs="odd")),
+    (lambda: Rope(section_order="x"), rejects("section_order", section_order="x")),
     (
         lambda: Rope(section_frequencies="x"),
-        refuses("section_frequencies", section_frequencies="x"),
+        rejects("section_frequencies", section_frequencies="x"),
     ),
-    (lambda: Rope(section_frequencies="own"), refuses("sections", sections=None)),
+    (lambda: Rope(section_frequencies="own"), rejects("sections", sections=None)),
     (
         lambda: Rope(sections=(3, 1), section_frequencies="strided"),
-        refuses("sections", sections=(3, 1)),
+        rejects("sections", sections=(3, 1)),
     ),
     (
         lambda: Rope(scaling=LinearScaling(4.0), sections=(2, 2), section_frequencies="own"),
-        refuses("scaling", scaling=LinearScaling(4.0)),
+        rejects("scaling", scaling=LinearScaling(4.0)),
     ),
-    (lambda: Rope(pairs=np.array([1, 2])), refuses("pairs", pairs=...)),
-    (lambda: Rope(10**400), refuses("theta", theta=...)),
-    (lambda: Rope(sections=3), refuses_type("sections", sections=3)),
-    (lambda: Rope(sections=(4,)), refuses("sections", sections=(4,))),
-    (lambda: Rope(sections=(2, 0)), refuses("sections", sections=0)),
+    (lambda: Rope(pairs=np.array([1, 2])), rejects("pairs", pairs=...)),
+    (lambda: Rope(10**400), rejects("theta", theta=...)),
+    (lambda: Rope(sections=3), rejects_type("sections", sections=3)),
+    (lambda: Rope(sections=(4,)), rejects("sections", sections=(4,))),
+    (lambda: Rope(sections=(2, 0)), rejects("sections", sections=0)),
     (
         lambda: Rope(rotary_dim=4, scaling=ProportionalScaling(0.5)),
-        refuses("rotary_dim", rotary_dim=4),
+        rejects("rotary_dim", rotary_dim=4),
     ),
-    (lambda: LinearScaling(0.0), refuses("factor", factor=0.0)),
-    (lambda: LinearScaling("2"), refuses_type("factor", factor="2")),
-    (lambda: DynamicScaling(2.0, 8.0), refuses_type("original_length", original_length=8.0)),
+    (lambda: LinearScaling(0.0), rejects("factor", factor=0.0)),
+    (lambda: LinearScaling("2"), rejects_type("factor", factor="2")),
+    (lambda: DynamicScaling(2.0, 8.0), rejects_type("original_length", original_length=8.0)),
     (
         lambda: Llama3Scaling(8.0, 64, 4.0, 4.0),
-        refuses("high_freq_factor", high_freq_factor=4.0, low_freq_factor=4.0),
+        rejects("high_freq_factor", high_freq_factor=4.0, low_freq_factor=4.0),
     ),
     (
         lambda: YarnScaling(4.0, 64, 1.0, 1.0),
-        refuses("beta_fast", beta_fast=1.0, beta_slow=1.0),
+        rejects("beta_fast", beta_fast=1.0, beta_slow=1.0),
     ),
     (
         lambda: YarnScaling(4.0, 64, mscale=1.0),
-        refuses("mscale and mscale_all_dim", mscale=1.0, mscale_all_dim=None),
+        rejects("mscale and mscale_all_dim", mscale=1.0, mscale_all_dim=None),
     ),
     (
         lambda: YarnScaling(4.0, 64, attention_factor=1.0, mscale=1.0, mscale_all_dim=1.0),
-        refuses("attention_factor", attention_factor=1.0, mscale=1.0),
+        rejects("attention_factor", attention_factor=1.0, mscale=1.0),
     ),
-    (lambda: YarnScaling(4.0, 64, truncate=1), refuses_type("truncate", truncate=1)),
-    (lambda: LongRopeScaling(4.0, 8, (1.0,), (1.0, 2.0)), refuses("short_factors", "1 and 2")),
+    (lambda: YarnScaling(4.0, 64, truncate=1), rejects_type("truncate", truncate=1)),
+    (lambda: LongRopeScaling(4.0, 8, (1.0,), (1.0, 2.0)), rejects("short_factors", "1 and 2")),
     (
         lambda: LongRopeScaling(4.0, 8, 1.0, (1.0,)),
-        refuses_type("short_factors", short_factors=1.0),
+        rejects_type("short_factors", short_factors=1.0),
     ),
     (
         lambda: LongRopeScaling(4.0, 8, (-1.0,), (1.0,)),
-        refuses("short_factors", short_factors=-1.0),
+        rejects("short_factors", short_factors=-1.0),
     ),
     (
         lambda: LongRopeScaling(4.0, 1, (1.0,), (1.0,)),
-        refuses("original_length", original_length=1),
+        rejects("original_length", original_length=1),
     ),
-    (lambda: ProportionalScaling(1.5), refuses("fraction", fraction=1.5)),
+    (lambda: ProportionalScaling(1.5), rejects("fraction", fraction=1.5)),
 ]
 
 
 def test_invalid_rope_raises(subtests):
     """Invalid fields and combinations of RoPE and its scalings raise an error that names them."""
-    for make, refusal in INVALID_ROPES:
-        with subtests.test(str(refusal)), refusal:
+    for make, input_error in INVALID_ROPES:
+        with subtests.test(str(input_error)), input_error:
             make()
 
 
 @pytest.mark.parametrize(
-    ("rope", "refusal"),
+    ("rope", "input_error"),
     [
-        (Rope(rotary_dim=10), refuses("rotary_dim", rotary_dim=10, head_dim=8)),
-        (Rope(rotary_dim=2, scaling=DynamicScaling(2.0, 8)), refuses("rotated features", "2")),
-        (Rope(0.5, scaling=YarnScaling(4.0, 64)), refuses("theta", theta=0.5)),
-        (Rope(scaling=LONGROPE), refuses("short_factors and long_factors", "2")),
-        (Rope(sections=(2, 1)), refuses("sections", sections=(2, 1))),
+        (Rope(rotary_dim=10), rejects("rotary_dim", rotary_dim=10, head_dim=8)),
+        (Rope(rotary_dim=2, scaling=DynamicScaling(2.0, 8)), rejects("rotated features", "2")),
+        (Rope(0.5, scaling=YarnScaling(4.0, 64)), rejects("theta", theta=0.5)),
+        (Rope(scaling=LONGROPE), rejects("short_factors and long_factors", "2")),
+        (Rope(sections=(2, 1)), rejects("sections", sections=(2, 1))),
         (
             Rope(sections=(1, 1, 2), section_order="interleaved"),
-            refuses("interleaved sections", "sections=(1, 1, 2), which would have (2, 1, 1)"),
+            rejects("interleaved sections", "sections=(1, 1, 2), which would have (2, 1, 1)"),
         ),
     ],
 )
-def test_rope_that_does_not_fit_heads_raises(rope, refusal):
+def test_rope_that_does_not_fit_heads_raises(rope, input_error):
     """RoPE whose features, sections or factors do not fit heads of 8 raises an error."""
-    with refusal:
+    with input_error:
         AttentionSpec(16, 2, rope=rope)
 
 
@@ -1084,14 +1084,14 @@ def reference_of(fields):
 def test_rough_numbers_raise_or_are_computed(name):
     """Extreme values raise an error, or have finite frequencies and scales and can be computed."""
     make = MAKES[name]
-    num_refused = 0
+    num_rejected = 0
     accepted = []
     for numbers in itertools.product(ROUGH, repeat=make.__code__.co_argcount):
         try:
             fields = make(*numbers)
             spec = AttentionSpec(8, 2, **fields)
         except InputError:
-            num_refused += 1
+            num_rejected += 1
             continue
         accepted.append(fields)
         if spec.rope is not None:  # warnings of overflow would be errors here
@@ -1101,7 +1101,7 @@ def test_rough_numbers_raise_or_are_computed(name):
             )
             assert np.isfinite(np.float32(spec.rope.attention_factor)), spec
         assert math.isfinite(np.float32(spec.score_scale)), spec
-    assert num_refused >= len(ROUGH) // 2
+    assert num_rejected >= len(ROUGH) // 2
     assert accepted
     for fields in accepted[:: -(-len(accepted) // 4)]:  # at most four of them
         assert reference_of(fields).shape == (2, 9, 8)
@@ -1118,7 +1118,7 @@ def test_counts_beyond_64_bits_raise(name):
 def test_yarn_json_with_tiny_beta_raises():
     """A denormal `beta_slow` in JSON raises an error."""
     text = AttentionSpec(8, 2, rope=Rope(scaling=YarnScaling(4.0, 16))).to_json()
-    with refuses("beta_slow", beta_slow=5e-324):
+    with rejects("beta_slow", beta_slow=5e-324):
         AttentionSpec.from_json(text.replace('"beta_slow": 1.0', '"beta_slow": 5e-324'))
 
 
@@ -1184,7 +1184,7 @@ def test_case_is_found_by_name():
 
 def test_unknown_case_raises_an_error():
     """An unknown case raises an error with the name."""
-    with refuses("case", case="ropegqa", hint="rope-gqa"):
+    with rejects("case", case="ropegqa", hint="rope-gqa"):
         case_named("ropegqa")
 
 

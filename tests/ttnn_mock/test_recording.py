@@ -120,6 +120,6 @@ def test_recording_round_trips_through_file(tmp_path, recorded_program):
 
 
 def test_recording_on_mock_board_raises(device):
-    refused = pytest.raises(RuntimeError, match="a mock one")
-    with refused, recording.recorded():
+    rejected = pytest.raises(RuntimeError, match="a mock one")
+    with rejected, recording.recorded():
         pass

@@ -200,7 +200,7 @@ def by_rows(mesh):
     ]
 
 
-def refused(mesh):
+def rejected(mesh):
     """Return the errors of layers that cannot be divided, and of operations without known
     values.
     """
@@ -281,7 +281,7 @@ if __name__ == "__main__":
             if board == "n300":
                 found |= {
                     "by rows": by_rows(mesh),
-                    "refused": refused(mesh),
+                    "rejected": rejected(mesh),
                     "carried": carried(mesh),
                 }
     print(json.dumps(found))

@@ -326,7 +326,7 @@ def beside(here):
     return found | {"ragged": [output.full_tensor().detach().clone(), whole.detach().clone()]}
 
 
-def refused(here):
+def rejected(here):
     """Return the errors of layers that cannot be divided."""
     x = random(BATCH, SEQ_LEN, 32)
 
@@ -494,7 +494,7 @@ def ringed(mesh):
         "mistaken": rings.mistaken(mesh, make, RINGS["grouped"]) if mesh.size() == 2 else {},
         "counted": rings.counted(mesh, make),
         "not finite": rings.not_finite(mesh, make),
-        "refused": rings.refused(mesh, make),
+        "rejected": rings.rejected(mesh, make),
         "torch": rings.by_torch(mesh, make),
     }
 
@@ -510,7 +510,7 @@ def run(rank, size, folder):
     found = {"stepped": stepped(of_row), "carried": carried(of_row)}
     if rank < 2:  # the other two would compute the same
         here = Here(two, 2, rank)
-        found |= {part.__name__: part(here) for part in (moved, refused, beside)}
+        found |= {part.__name__: part(here) for part in (moved, rejected, beside)}
         found[2] = {"shard": by_shard(here), "ring": ringed(two)}
     found[4] = {"shard": by_shard(of_row), "ring": ringed(row)}
     found |= {"fully sharded": fully_sharded(grid, row), "narrowed": narrowed(row)}

@@ -274,7 +274,7 @@ def by_torch(mesh, make):
     spec = AttentionSpec(32, 4, rope=Rope())
     layer = make(mha_torch.MultiHeadSelfAttention, spec)
     x, cotangent = inputs(spec, SEQ_LEN, torch.float32)
-    positions, refused, found = torch.arange(SEQ_LEN)[None].clone(), {}, {}
+    positions, rejected, found = torch.arange(SEQ_LEN)[None].clone(), {}, {}
     options = {
         "positions": {"is_causal": True},
         "key_padding_lengths": {
@@ -299,10 +299,10 @@ def by_torch(mesh, make):
         for name, given in options.items():
             try:
                 layer(own, **given)
-                refused[name] = ""
+                rejected[name] = ""
             except ValueError as error:
-                refused[name] = str(error)
-    return found, refused
+                rejected[name] = str(error)
+    return found, rejected
 
 
 def error_of(call):
@@ -314,7 +314,7 @@ def error_of(call):
     return ""
 
 
-def refused(mesh, make):
+def rejected(mesh, make):
     """Return the errors of layers whose tokens cannot be divided."""
     name = mesh.mesh_dim_names[0]
     x = torch.zeros(1, 2, 32)

@@ -369,7 +369,7 @@ def grown():
     return found
 
 
-def refused():
+def rejected():
     """Return the errors for tokens that cannot be divided."""
     mesh, x = mesh_of("automatic", sequence=4), jnp.zeros((1, 4, 30, 8))
     found = {}
@@ -403,5 +403,5 @@ if __name__ == "__main__":
             "mapped": mapped(),
         }
         found |= {"padded": {kind: padded(kind) for kind in KINDS}}
-        found |= {"grown": grown(), "refused": refused()}
+        found |= {"grown": grown(), "rejected": rejected()}
     print(json.dumps(found))

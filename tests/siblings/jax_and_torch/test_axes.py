@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 import mha_torch
@@ -168,7 +168,7 @@ def test_mismatched_batch_axes_raise(sibling, name, wrong):
     """
     layer = sibling.module("MultiHeadAttention", CROSS)
     given = {"query": numbers(*AXES, T, 8), "key": numbers(*AXES, S, 6), name: wrong}
-    with refuses(name, {f"{name}.shape": wrong.shape}):
+    with rejects(name, {f"{name}.shape": wrong.shape}):
         layer(**{name: sibling.array(x) for name, x in given.items()})
 
 
@@ -177,7 +177,7 @@ def test_ambiguous_section_positions_raise(sibling):
     could be three sections or broadcast batch axes.
     """
     layer = sibling.module("MultiHeadSelfAttention", SPEC)
-    with refuses("positions", {"positions.ndim": 3}):
+    with rejects("positions", {"positions.ndim": 3}):
         layer(
             sibling.array(numbers(3, 2, T, 8)),
             positions=sibling.array(np.zeros((3, 1, T), np.int32)),

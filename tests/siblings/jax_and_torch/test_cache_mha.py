@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.siblings import contents_of
 from hypothesis import HealthCheck, given, settings
@@ -193,12 +193,12 @@ def test_shared_layer_rejects_stale_cache(sibling):
     """
     source = cached_layer(sibling, SHARED)
     shared, x = sharing(sibling, source), sibling.array(random_tokens(SHARED, 2))
-    with refuses("cache", lengths=[0, 0, 0], new_lengths=[2, 2, 2]):
+    with rejects("cache", lengths=[0, 0, 0], new_lengths=[2, 2, 2]):
         shared(x, source.init_cache(3, NUM_TOKENS))
-    with refuses("cache", lengths=[2, 1, 3], new_lengths=[2, 2, 2]):
+    with rejects("cache", lengths=[2, 1, 3], new_lengths=[2, 2, 2]):
         shared(x, filled_cache(sibling, source, [2, 1, 3]))
     other = SHARED.replace(num_kv_heads=4)
-    with refuses("cache.keys", {"cache.keys.shape": (3, 4, NUM_TOKENS, 6)}):
+    with rejects("cache.keys", {"cache.keys.shape": (3, 4, NUM_TOKENS, 6)}):
         shared(x, filled_cache(sibling, cached_layer(sibling, other), [2, 2, 3]))
 
 
@@ -492,33 +492,33 @@ def test_mask_may_cover_unfilled_slots(sibling):
     )
 
 
-REFUSED_OPTIONS = {
-    "mask-keys": ({"mask": np.zeros((2, 5), bool)}, refuses("mask", {"mask.shape": (2, 5)})),
+REJECTED_OPTIONS = {
+    "mask-keys": ({"mask": np.zeros((2, 5), bool)}, rejects("mask", {"mask.shape": (2, 5)})),
     "float-mask": (
         {"mask": np.zeros((2, 6), np.float32)},
-        refuses_type("mask", {"mask.dtype": ...}),
+        rejects_type("mask", {"mask.dtype": ...}),
     ),
-    "bias-keys": ({"bias": np.zeros((2, 5), np.float32)}, refuses("bias", {"bias.shape": (2, 5)})),
+    "bias-keys": ({"bias": np.zeros((2, 5), np.float32)}, rejects("bias", {"bias.shape": (2, 5)})),
     "bias-dtype": (
         {"bias": np.zeros((2, 6), np.float16)},
-        refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...}),
+        rejects_type("bias", {"bias.dtype": ..., "query.dtype": ...}),
     ),
     "positions": (
         {"positions": np.zeros((3, 3), np.int32)},
-        refuses("positions", {"positions.shape": (3, 3)}),
+        rejects("positions", {"positions.shape": (3, 3)}),
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED_OPTIONS)
+@pytest.mark.parametrize("name", REJECTED_OPTIONS)
 def test_invalid_options_leave_cache_as_is(sibling, name):
     """A mask, bias or positions of the wrong shape or dtype raise an
     error, and no key is written.
     """
-    options, refusal = REFUSED_OPTIONS[name]
+    options, input_error = REJECTED_OPTIONS[name]
     module = cached_layer(sibling, GQA_ROPE)
     cache = module.init_cache(3, NUM_TOKENS)
-    with refusal:
+    with input_error:
         module(
             sibling.array(random_tokens(GQA_ROPE, num_tokens=2)),
             cache,
@@ -542,7 +542,7 @@ def test_positions_without_rope_are_ignored(sibling):
         for cache, each in zip(caches, (None, positions), strict=False)
     ]
     np.testing.assert_array_equal(*outputs)
-    with refuses("positions", {"positions.shape": (1, 2)}):
+    with rejects("positions", {"positions.shape": (1, 2)}):
         module(sibling.array(x[:, :1]), caches[2], positions=positions)
 
 
@@ -681,45 +681,45 @@ def test_cropped_cache_continues_sequences(sibling, lengths, kind):
         np.testing.assert_array_equal(now, then, strict=True)
 
 
-REFUSED_MAKING = {
-    "index": (lambda cache: cache.reorder([0, 3]), refuses("indices", indices=[0, 3])),
-    "negative-index": (lambda cache: cache.reorder([-1]), refuses("indices", indices=[-1])),
+REJECTED_MAKING = {
+    "index": (lambda cache: cache.reorder([0, 3]), rejects("indices", indices=[0, 3])),
+    "negative-index": (lambda cache: cache.reorder([-1]), rejects("indices", indices=[-1])),
     "float-index": (
         lambda cache: cache.reorder([0.0]),
-        refuses_type("indices", {"indices.dtype": ...}),
+        rejects_type("indices", {"indices.dtype": ...}),
     ),
     "index-of-2-axes": (
         lambda cache: cache.reorder([[0]]),
-        refuses("indices", {"indices.shape": (1, 1)}),
+        rejects("indices", {"indices.shape": (1, 1)}),
     ),
-    "no-repeats": (lambda cache: cache.repeat(0), refuses("repeats", repeats=0)),
-    "half-a-repeat": (lambda cache: cache.repeat(1.5), refuses_type("repeats", repeats=1.5)),
-    "fewer-slots": (lambda cache: cache.grow(5), refuses("capacity", capacity=5)),
-    "float-slots": (lambda cache: cache.grow(7.0), refuses_type("capacity", capacity=7.0)),
+    "no-repeats": (lambda cache: cache.repeat(0), rejects("repeats", repeats=0)),
+    "half-a-repeat": (lambda cache: cache.repeat(1.5), rejects_type("repeats", repeats=1.5)),
+    "fewer-slots": (lambda cache: cache.grow(5), rejects("capacity", capacity=5)),
+    "float-slots": (lambda cache: cache.grow(7.0), rejects_type("capacity", capacity=7.0)),
     "longer": (
         lambda cache: cache.crop([2, 4, 1]),
-        refuses("lengths", "lengths=[2, 4, 1] and [2, 4, 0]"),
+        rejects("lengths", "lengths=[2, 4, 1] and [2, 4, 0]"),
     ),
     "longer-than-one": (
         lambda cache: cache.crop(1),
-        refuses("lengths", "lengths=[1, 1, 1] and [2, 4, 0]"),
+        rejects("lengths", "lengths=[1, 1, 1] and [2, 4, 0]"),
     ),
-    "negative-length": (lambda cache: cache.crop(-1), refuses("lengths", lengths=[-1, -1, -1])),
-    "too-few-lengths": (lambda cache: cache.crop([1]), refuses("lengths", {"lengths.shape": (1,)})),
+    "negative-length": (lambda cache: cache.crop(-1), rejects("lengths", lengths=[-1, -1, -1])),
+    "too-few-lengths": (lambda cache: cache.crop([1]), rejects("lengths", {"lengths.shape": (1,)})),
     "float-lengths": (
         lambda cache: cache.crop([1.0, 1.0, 0.0]),
-        refuses_type("lengths", {"lengths.dtype": ...}),
+        rejects_type("lengths", {"lengths.dtype": ...}),
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED_MAKING)
+@pytest.mark.parametrize("name", REJECTED_MAKING)
 def test_invalid_cache_operations_raise(sibling, name):
     """Invalid indices, repeats, capacities and lengths raise an error when a
     cache is made from another.
     """
-    make, refusal = REFUSED_MAKING[name]
-    with refusal:
+    make, input_error = REJECTED_MAKING[name]
+    with input_error:
         make(cache_and_tokens(sibling)[0])
 
 
@@ -759,7 +759,7 @@ def test_invalid_new_lengths_raise(sibling, new_lengths, error):
     """
     module = cached_layer(sibling, GQA_ROPE)
     x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
-    with refuses("new_lengths").of(error):
+    with rejects("new_lengths").of(error):
         module(x, module.init_cache(3, NUM_TOKENS), new_lengths=new_lengths)
 
 
@@ -775,7 +775,7 @@ def test_append_of_wrong_dtype_raises(sibling, part):
         "value": sibling.array(x),
         part: sibling.array(x.astype(np.float16)),
     }
-    with refuses_type("cache.keys" if part == "key" else "value"):
+    with rejects_type("cache.keys" if part == "key" else "value"):
         sibling.package.append_to_cache(cache, **arrays)
     np.testing.assert_array_equal(sibling.numpy(cache.keys), 0)
 
@@ -1104,13 +1104,13 @@ def test_invalid_cache_sizes_raise(sibling, sizes):
     width of 0, raises an error.
     """
     argument, size = next(item for item in zip(NAMES_OF_SIZES, sizes, strict=True) if item[1] != 1)
-    with refuses(argument, {argument: size}):
+    with rejects(argument, {argument: size}):
         sibling.package.init_cache(*sizes)
 
 
 def test_integer_cache_dtype_raises(sibling):
     """A cache of int32 raises an error."""
-    with refuses_type("dtype", dtype=...):
+    with rejects_type("dtype", dtype=...):
         sibling.package.init_cache(1, 1, 1, 1, framework_dtype(sibling, np.int32))
 
 
@@ -1130,7 +1130,7 @@ def test_cache_with_wider_values(sibling, rng):
         assert np.array_equal(keys[:, :, :2], k)
         assert np.array_equal(values[:, :, :2], v)
         assert not values[:, :, 2:].any()
-    with refuses("cache.values", {"cache.values.shape": (2, 3, 5, 6)}):
+    with rejects("cache.values", {"cache.values.shape": (2, 3, 5, 6)}):
         sibling.package.append_to_cache(grown, sibling.array(k), sibling.array(k))
 
 

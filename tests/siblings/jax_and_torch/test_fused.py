@@ -18,7 +18,7 @@ import pytest
 import torch
 from flax import nnx
 from helpers.heads import attention_in, fused_attention, plain_attention
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -551,7 +551,7 @@ def test_divided_step_matches_plain_path(monkeypatch):
 def test_tokens_over_unknown_axis_raise():
     """Tokens divided over an axis without a mesh raise an error that names the axis."""
     x = jnp.zeros((1, 2, 4, 8))
-    with refuses("tokens", axis="tokens"):
+    with rejects("tokens", axis="tokens"):
         jax_blocks(x, x, x, kernel=ContextParallel("tokens", SMALL_BLOCKS))
 
 
@@ -956,7 +956,7 @@ def test_last_cache_blocks_fit_other_blocks():
 @pytest.mark.parametrize("name", ["queries", "keys", "last_keys", "heads_side_by_side"])
 def test_block_size_of_zero_raises(name):
     """A block size of 0 raises an error that names the field."""
-    with refuses(name, {name: 0}):
+    with rejects(name, {name: 0}):
         FusedAttention(**{name: 0})
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.utils.prune
 from helpers.frameworks import SIBLINGS
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 
 import mha_torch
@@ -187,66 +187,66 @@ def test_missing_norm_is_detected(sibling):
 
 
 @pytest.mark.parametrize(
-    ("call", "refusal"),
+    ("call", "input_error"),
     {
         "no latents": (
             lambda sibling, _: sibling.module("MultiHeadLatentAttention", PLAIN),
-            refuses("spec", spec=...),
+            rejects("spec", spec=...),
         ),
         "cache of keys": (
             lambda sibling, layer: layer(
                 sibling.array(X),
                 sibling.module("MultiHeadAttentionWithCache", SPEC).init_cache(2, 4),
             ),
-            refuses_type("cache", "KVCache"),
+            rejects_type("cache", "KVCache"),
         ),
         "cache of latents": (
             lambda sibling, layer: sibling.module("MultiHeadAttentionWithCache", SPEC)(
                 sibling.array(X), layer.init_cache(2, 20)
             ),
-            refuses_type("cache", "LatentCache"),
+            rejects_type("cache", "LatentCache"),
         ),
         "cache of another layer": (
             lambda sibling, layer: layer(
                 sibling.array(X), sibling.package.init_latent_cache(2, 20, 16, 8)
             ),
-            refuses("cache.latents", {"cache.latents.shape": (2, 1, 20, 24)}),
+            rejects("cache.latents", {"cache.latents.shape": (2, 1, 20, 24)}),
         ),
         "no array": (
             lambda sibling, layer: layer([1.0, 2.0], layer.init_cache(2, 12)),
-            refuses_type("x", "list"),
+            rejects_type("x", "list"),
         ),
         "one axis": (
             lambda sibling, layer: layer(sibling.array(X[0, 0]), layer.init_cache(2, 12)),
-            refuses("x", {"x.shape": (32,)}),
+            rejects("x", {"x.shape": (32,)}),
         ),
         "too many tokens": (
             lambda sibling, layer: layer(sibling.array(X), layer.init_cache(2, 12)),
-            refuses("lengths + new tokens", lengths=[0, 0], new_lengths=...),
+            rejects("lengths + new tokens", lengths=[0, 0], new_lengths=...),
         ),
         "a key": (
             lambda sibling, _: sibling.module(
                 "MultiHeadAttention", AttentionSpec(32, 4, latent=Latent(8, 4))
             )(sibling.array(X), sibling.array(X)),
-            refuses("key"),
+            rejects("key"),
         ),
         "widths of latents": (
             lambda sibling, layer: sibling.package.expand_latents(
                 layer.project, sibling.array(X[:, None]), SPEC
             ),
-            refuses("latents", {"latents.shape": (2, 1, 13, 32)}),
+            rejects("latents", {"latents.shape": (2, 1, 13, 32)}),
         ),
         "size of a cache": (
             lambda sibling, _: sibling.package.init_latent_cache(2, 4, 0, 8),
-            refuses("kv_rank", kv_rank=0),
+            rejects("kv_rank", kv_rank=0),
         ),
     }.values(),
 )
-def test_invalid_latent_inputs_raise(sibling, call, refusal):
+def test_invalid_latent_inputs_raise(sibling, call, input_error):
     """Specs, caches, inputs and sizes that do not fit latents raise an error that names the
     argument.
     """
-    with refusal:
+    with input_error:
         call(sibling, module(sibling))
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from flax import nnx
 from helpers.heads import attention_in
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 import mha_jax
@@ -729,7 +729,7 @@ def test_gate_of_wrong_shape_raises(sibling):
     context, gate = (
         sibling.array(np.ones(shape, np.float32)) for shape in ((1, 2, 3, 4), (1, 3, 4))
     )
-    with refuses("gate", {"gate.shape": (1, 3, 4)}):
+    with rejects("gate", {"gate.shape": (1, 3, 4)}):
         sibling.package.apply_gate(context, gate)
 
 
@@ -1144,7 +1144,7 @@ def test_jax_jitted_dropout_varies_by_call(sibling):
 def test_jax_dropout_needs_a_random_key():
     """Dropout without `dropout_rng` raises an error."""
     query = jnp.ones((1, 1, 2, 4))
-    with refuses("dropout", dropout=0.5, dropout_rng=None):
+    with rejects("dropout", dropout=0.5, dropout_rng=None):
         mha_jax.scaled_dot_product_attention(query, query, query, dropout=0.5)
 
 

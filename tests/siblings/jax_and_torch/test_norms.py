@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 
 import parity
@@ -94,7 +94,7 @@ def test_half_precision_norm_rounds_once(sibling, rng):
 
 def test_norm_of_integers_raises(sibling):
     """`apply_norm` raises an error for integers."""
-    with refuses_type("x", {"x.dtype": ...}):
+    with rejects_type("x", {"x.dtype": ...}):
         sibling.package.apply_norm(
             sibling.array(np.ones((1, 1, 1, 2), np.int32)), Norm(weight=None)
         )
@@ -165,5 +165,5 @@ def test_missing_norm_weight_raises(sibling, rng):
         if sibling.name == "jax"
         else weights.to_state_dict(held, spec)
     )
-    with refuses("weights", missing=["k_norm.weight"], unexpected=[]):
+    with rejects("weights", missing=["k_norm.weight"], unexpected=[]):
         sibling.package.multi_head_attention(x, container, spec)

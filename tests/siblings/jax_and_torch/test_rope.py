@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 
 import mha_torch
@@ -285,24 +285,24 @@ def test_section_frequencies_match_series(sibling, rng, series, exponents, order
 
 
 @pytest.mark.parametrize(
-    ("shape", "refusal"),
+    ("shape", "input_error"),
     [
-        ((2, 1, 3), refuses("positions", {"positions.shape": (2, 1, 3)})),
-        ((3, 3), refuses("positions", {"positions.shape": (3, 3)})),
+        ((2, 1, 3), rejects("positions", {"positions.shape": (2, 1, 3)})),
+        ((3, 3), rejects("positions", {"positions.shape": (3, 3)})),
     ],
 )
-def test_positions_with_wrong_axes_raise(sibling, shape, refusal):
+def test_positions_with_wrong_axes_raise(sibling, shape, input_error):
     """With sections, positions on 2 axes instead of 3, or of 3 sequences
     instead of 1, raise an error.
     """
     x = np.ones((1, 1, 3, 8), np.float32)
-    with refusal:
+    with input_error:
         rotated_by(sibling, x, np.zeros(shape, np.int32), Rope(sections=(2, 1, 1)))
 
 
 def test_positions_on_axes_require_sections(sibling):
     """Positions on three axes raise an error for a RoPE without sections."""
-    with refuses("positions", {"positions.shape": (3, 1, 3)}):
+    with rejects("positions", {"positions.shape": (3, 1, 3)}):
         rotated_by(
             sibling, np.ones((1, 1, 3, 8), np.float32), np.zeros((3, 1, 3), np.int32), Rope()
         )
@@ -352,56 +352,56 @@ def test_layer_uses_given_positions(sibling, rng):
 
 
 REJECTIONS = {
-    "odd head": (np.ones((1, 1, 1, 3), np.float32), [[0]], 1e4, refuses("head_dim", head_dim=3)),
-    "theta 0": (np.ones((1, 1, 1, 4), np.float32), [[0]], 0.0, refuses("theta", theta=0.0)),
+    "odd head": (np.ones((1, 1, 1, 3), np.float32), [[0]], 1e4, rejects("head_dim", head_dim=3)),
+    "theta 0": (np.ones((1, 1, 1, 4), np.float32), [[0]], 0.0, rejects("theta", theta=0.0)),
     "theta negative": (
         np.ones((1, 1, 1, 4), np.float32),
         [[0]],
         -1.0,
-        refuses("theta", theta=-1.0),
+        rejects("theta", theta=-1.0),
     ),
     "theta NaN": (
         np.ones((1, 1, 1, 4), np.float32),
         [[0]],
         math.nan,
-        refuses("theta", theta=math.nan),
+        rejects("theta", theta=math.nan),
     ),
     "three axes": (
         np.ones((1, 1, 4), np.float32),
         [[0]],
         1e4,
-        refuses("x", {"x.shape": (1, 1, 4)}),
+        rejects("x", {"x.shape": (1, 1, 4)}),
     ),
-    "integers": (np.ones((1, 1, 1, 4), np.int32), [[0]], 1e4, refuses_type("x", {"x.dtype": ...})),
+    "integers": (np.ones((1, 1, 1, 4), np.int32), [[0]], 1e4, rejects_type("x", {"x.dtype": ...})),
     "float positions": (
         np.ones((1, 1, 1, 4), np.float32),
         [[0.0]],
         1e4,
-        refuses_type("positions", {"positions.dtype": ...}),
+        rejects_type("positions", {"positions.dtype": ...}),
     ),
     "boolean positions": (
         np.ones((1, 1, 1, 4), np.float32),
         [[True]],
         1e4,
-        refuses_type("positions", {"positions.dtype": ...}),
+        rejects_type("positions", {"positions.dtype": ...}),
     ),
     "flat positions": (
         np.ones((1, 1, 1, 4), np.float32),
         [0],
         1e4,
-        refuses("positions", {"positions.shape": (1,)}),
+        rejects("positions", {"positions.shape": (1,)}),
     ),
     "too many positions": (
         np.ones((1, 1, 1, 4), np.float32),
         [[0, 1]],
         1e4,
-        refuses("positions", {"positions.shape": (1, 2)}),
+        rejects("positions", {"positions.shape": (1, 2)}),
     ),
     "positions of another batch": (
         np.ones((3, 1, 1, 4), np.float32),
         [[0], [1]],
         1e4,
-        refuses("positions", {"positions.shape": (2, 1)}),
+        rejects("positions", {"positions.shape": (2, 1)}),
     ),
 }
 
@@ -411,19 +411,19 @@ def test_invalid_rotation_raises(sibling, name):
     """Invalid head widths, thetas, features and positions of `apply_rope` raise
     an error with their name.
     """
-    x, positions, theta, refusal = REJECTIONS[name]
+    x, positions, theta, input_error = REJECTIONS[name]
     positions = np.array(positions)
     positions = positions.astype(
         {"i": np.int32, "f": np.float32, "b": np.bool_}[positions.dtype.kind]
     )
-    with refusal:
+    with input_error:
         rotated(sibling, x, positions, theta)
 
 
 def test_number_as_rope_raises(sibling):
     """`apply_rope` raises an error for a number instead of a `Rope`."""
     x = sibling.array(np.ones((1, 1, 1, 4), np.float32))
-    with refuses_type("rope", rope=10000.0):
+    with rejects_type("rope", rope=10000.0):
         sibling.package.apply_rope(x, sibling.array([[0]]), 10000.0)
 
 
@@ -432,7 +432,7 @@ def test_number_as_rope_raises(sibling):
 )
 def test_invalid_head_dim_of_frequencies(head_dim, error):
     """Frequencies for a head of 3, 0 or 4.0 features raise an error."""
-    with refuses("head_dim", head_dim=head_dim).of(error):
+    with rejects("head_dim", head_dim=head_dim).of(error):
         Rope().frequencies(head_dim)
 
 
@@ -480,5 +480,5 @@ def test_invalid_projection_positions_raise(sibling, shape):
         sibling.array(np.ones((1, 5, 8), np.float32)),
         sibling.array(np.zeros(shape, np.int32)),
     )
-    with refuses("positions", {"positions.shape": shape}):
+    with rejects("positions", {"positions.shape": shape}):
         sibling.package.project_qkv(layer.project, x, x, x, layer.spec, positions)

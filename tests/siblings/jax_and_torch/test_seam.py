@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 import mha_jax
@@ -150,7 +150,7 @@ def test_contained_kernel_keeps_methods(sibling):
     cross = filled(sibling, "MultiHeadAttention", SPEC)
     kernel = Optional(sibling)
     if sibling.name == "torch":  # a kernel that finds padding there has only a part of the tokens
-        with refuses("kernel", "Optional"):
+        with rejects("kernel", "Optional"):
             sibling.package.contained(kernel)
         kernel = type("Checking", (Noting,), {"check": Optional.check})(sibling)
     layer.kernel = cross.kernel = sibling.package.contained(kernel)
@@ -181,20 +181,20 @@ def test_kernel_receives_only_valid_input(sibling, wrong):
     """An invalid mask, bias or length raises an error before the kernel is called."""
     layer = filled(sibling, "MultiHeadAttention", SPEC)
     layer.kernel = kernel = Noting(sibling)
-    options, refusal = {
+    options, input_error = {
         "mask": (
             {"mask": sibling.array(np.ones((3, 3), bool))},
-            refuses("mask", {"mask.shape": (3, 3)}),
+            rejects("mask", {"mask.shape": (3, 3)}),
         ),
         "bias": (
             {"bias": sibling.array(np.ones((3, 3), np.float32))},
-            refuses("bias", {"bias.shape": (3, 3)}),
+            rejects("bias", {"bias.shape": (3, 3)}),
         ),
         "lengths": (
             {"key_padding_lengths": [6, 1]},
-            refuses("key_padding_lengths", key_padding_lengths=[6, 1]),
+            rejects("key_padding_lengths", key_padding_lengths=[6, 1]),
         ),
     }[wrong]
-    with refusal:
+    with input_error:
         layer(tokens(sibling), **options)
     assert kernel.calls == []

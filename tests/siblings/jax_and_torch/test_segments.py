@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.heads import fused_attention, plain_attention
+from helpers.input_errors import rejects, rejects_type
 from helpers.kernels import attend_with, contained
-from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 from torch.nn.attention import flex_attention as library
 
@@ -95,26 +95,26 @@ def test_segment_mask_matches_table(sibling):
 
 
 @pytest.mark.parametrize(
-    ("ids", "refusal"),
+    ("ids", "input_error"),
     {
         "floats": (
             np.zeros((2, 13), np.float32),
-            refuses_type("segment_ids", {"segment_ids.dtype": ...}),
+            rejects_type("segment_ids", {"segment_ids.dtype": ...}),
         ),
         "booleans": (
             np.zeros((2, 13), bool),
-            refuses_type("segment_ids", {"segment_ids.dtype": ...}),
+            rejects_type("segment_ids", {"segment_ids.dtype": ...}),
         ),
-        "short": (PACKED[:, 1:], refuses("segment_ids", {"segment_ids.shape": (2, 12)})),
-        "one row": (PACKED[:1], refuses("segment_ids", {"segment_ids.shape": (1, 13)})),
-        "a number": (np.array(3), refuses("segment_ids", {"segment_ids.shape": ()})),
+        "short": (PACKED[:, 1:], rejects("segment_ids", {"segment_ids.shape": (2, 12)})),
+        "one row": (PACKED[:1], rejects("segment_ids", {"segment_ids.shape": (1, 13)})),
+        "a number": (np.array(3), rejects("segment_ids", {"segment_ids.shape": ()})),
         "a pair of others": (
             (PACKED, PACKED[:, 1:]),
-            refuses("segment_ids", {"segment_ids.shape": (2, 12)}),
+            rejects("segment_ids", {"segment_ids.shape": (2, 12)}),
         ),
     }.values(),
 )
-def test_invalid_segment_ids_raise(sibling, ids, refusal):
+def test_invalid_segment_ids_raise(sibling, ids, input_error):
     """Ids of a wrong dtype, length, batch or rank raise an error in layers and functions of
     masks.
     """
@@ -123,16 +123,16 @@ def test_invalid_segment_ids_raise(sibling, ids, refusal):
         sibling.array(drawn(2, 13, 16)),
     )
     ids = tuple(map(sibling.array, ids)) if isinstance(ids, tuple) else sibling.array(ids)
-    with refusal:
+    with input_error:
         layer(x, segment_ids=ids)
     if getattr(ids, "shape", None) != (1, 13):  # a mask may have one row
-        with refusal:
+        with input_error:
             sibling.package.create_attention_mask(13, segment_ids=ids)
 
 
 def test_three_segment_id_arrays_raise(sibling):
     """A tuple of three arrays of ids raises an error."""
-    with refuses("segment_ids"):
+    with rejects("segment_ids"):
         sibling.package.create_attention_mask(13, segment_ids=(sibling.array(PACKED),) * 3)
 
 
@@ -297,7 +297,7 @@ def test_compiled_torch_layer_accepts_ids():
 
 def test_ring_rejects_segments():
     """A ring raises an error for segments."""
-    with refuses("segment_ids"):
+    with rejects("segment_ids"):
         check_ring_supports(
             Mask(is_causal=True, segment_ids=torch.from_numpy(PACKED)), Scores(BareHeads(4))
         )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 
 import mha_jax
@@ -170,7 +170,7 @@ def test_cached_call_can_close_over_weights(layer, transform, kind):
 @pytest.mark.parametrize("kind", [list, np.array], ids=["list", "array"])
 def test_concrete_lengths_are_checked_in_jit(layer, kind):
     """Lengths beyond the tokens raise an error under jit if they are constants."""
-    with refuses("key_padding_lengths", key_padding_lengths=[6]):
+    with rejects("key_padding_lengths", key_padding_lengths=[6]):
         jax.jit(lambda x: layer(x, key_padding_lengths=kind([6])))(tokens(5))
 
 
@@ -178,7 +178,7 @@ def test_concrete_new_lengths_checked_in_jit():
     """Constant new_lengths beyond the capacity raise an error under jit."""
     decoder = mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4), rngs=nnx.Rngs(0))
     step = jax.jit(lambda x, cache: decoder(x, cache, new_lengths=[5]))
-    with refuses("lengths + new tokens", lengths=[0], new_lengths=[5]):
+    with rejects("lengths + new tokens", lengths=[0], new_lengths=[5]):
         step(tokens(5), decoder.init_cache(1, 4))
 
 
@@ -194,7 +194,7 @@ def test_arguments_can_be_numpy_arrays(layer):
 
 def test_random_keys_are_no_lengths():
     """Random keys, which are arrays of a dtype of their own, raise an error as lengths."""
-    with refuses_type("lengths", {"lengths.dtype": ...}):
+    with rejects_type("lengths", {"lengths.dtype": ...}):
         mha_jax.create_padding_mask(jax.random.split(jax.random.key(0), 2), 3)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 import mha_jax
@@ -148,12 +148,12 @@ def test_repr_shows_compute_dtype():
 
 def test_integer_compute_dtype_raises():
     """dtype=int32 raises TypeError in modules and functions."""
-    is_refused = refuses("dtype", dtype=jnp.dtype(jnp.int32)).of(TypeError)
-    with is_refused:
+    is_rejected = rejects("dtype", dtype=jnp.dtype(jnp.int32)).of(TypeError)
+    with is_rejected:
         mha_jax.MultiHeadAttention(16, 2, dtype=jnp.int32, rngs=nnx.Rngs(0))
     layer = mha_jax.MultiHeadAttention(16, 2, rngs=nnx.Rngs(0))
     weights = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
-    with is_refused:
+    with is_rejected:
         mha_jax.multi_head_attention(tokens(), weights, layer.spec, dtype=jnp.int32)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.shell import found_by
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -46,5 +46,5 @@ def test_lengths_are_of_whole_sequences():
         return jax.eval_shape(mapped, jax.ShapeDtypeStruct((2, 8, 16), jnp.float32))
 
     assert traced_with([7, 3]).shape == (2, 8, 16)
-    with refuses("key_padding_lengths", key_padding_lengths=[8, 9]):
+    with rejects("key_padding_lengths", key_padding_lengths=[8, 9]):
         traced_with([8, 9])

@@ -3,7 +3,7 @@
 import jax
 import pytest
 from flax import nnx
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 
 import mha_jax
 import parity
@@ -175,19 +175,19 @@ def test_loading_weights_keeps_placement():
 
 
 @pytest.mark.parametrize(
-    ("spec", "size", "refusal"),
+    ("spec", "size", "input_error"),
     [
-        (AttentionSpec(64, 8), 3, refuses("num_heads", num_heads=8, size=3)),
-        (AttentionSpec(64, 8, fused_qkv=True), 4, refuses("fused_qkv", fused_qkv=True)),
-        (AttentionSpec(64, 8, shared_kv=True), 4, refuses("shared_kv", shared_kv=True)),
+        (AttentionSpec(64, 8), 3, rejects("num_heads", num_heads=8, size=3)),
+        (AttentionSpec(64, 8, fused_qkv=True), 4, rejects("fused_qkv", fused_qkv=True)),
+        (AttentionSpec(64, 8, shared_kv=True), 4, rejects("shared_kv", shared_kv=True)),
     ],
 )
-def test_unsupported_divisions_raise(spec, size, refusal):
+def test_unsupported_divisions_raise(spec, size, input_error):
     """Heads that the mesh does not divide, fused_qkv and shared_kv raise an error and leave the
     layer undivided.
     """
     layer = abstract(spec)
-    with refusal:
+    with input_error:
         parallel.shard(layer, mesh_of(size), heads="heads")
     assert not any(
         x.get_metadata("out_sharding", None)
@@ -205,7 +205,7 @@ def test_replaced_projection_raises_first():
     """
     layer = mha_jax.MultiHeadAttention(AttentionSpec(64, 8), rngs=nnx.Rngs(0))
     layer.out_proj = nnx.Dropout(0.5)
-    with refuses("layer", "NoneType"):
+    with rejects("layer", "NoneType"):
         parallel.shard(layer, mesh_of(4), heads="heads")
     assert layer.q_proj.kernel.get_metadata("out_sharding", None) is None
 
@@ -213,19 +213,19 @@ def test_replaced_projection_raises_first():
 def test_invalid_sharding_arguments_raise():
     """Unknown axes, wrong types and sizes that the mesh does not divide raise an error by name."""
     layer, cache = abstract(AttentionSpec(64, 8)), mha_jax.init_cache(3, 4, 8, 8)
-    with refuses("heads", {"heads": "tensor", "mesh.axis_names": ("data", "heads")}):
+    with rejects("heads", {"heads": "tensor", "mesh.axis_names": ("data", "heads")}):
         parallel.shard(layer, mesh_of(4), heads="tensor")
-    with refuses_type("layer", "dict"):
+    with rejects_type("layer", "dict"):
         parallel.shard({}, mesh_of(4), heads="heads")
-    with refuses("batch", {"batch": "x", "mesh.axis_names": ("data", "heads")}):
+    with rejects("batch", {"batch": "x", "mesh.axis_names": ("data", "heads")}):
         parallel.shard_cache(cache, mesh_of(4), batch="x")
-    with refuses("the batch size", "3 and 2"):
+    with rejects("the batch size", "3 and 2"):
         parallel.shard_cache(cache, mesh_of(4), batch="data")
-    with refuses("capacity", "8 and 3"):
+    with rejects("capacity", "8 and 3"):
         parallel.shard_cache(cache, mesh_of(3), slots="heads")
-    with refuses("features", {"features": "x", "mesh.axis_names": ("data", "heads")}):
+    with rejects("features", {"features": "x", "mesh.axis_names": ("data", "heads")}):
         parallel.shard(layer, mesh_of(4), features="x")
-    with refuses("the features of q_proj.weight", "64 and 3"):
+    with rejects("the features of q_proj.weight", "64 and 3"):
         parallel.shard(layer, mesh_of(3), features="heads")
-    with refuses_type("cache", "tuple"):
+    with rejects_type("cache", "tuple"):
         parallel.shard_cache((), mesh_of(4))

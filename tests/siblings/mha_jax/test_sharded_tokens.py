@@ -1,7 +1,7 @@
 """mha_jax attention with tokens sharded over virtual devices: results, communication and memory."""
 
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.shell import found_by
 
 pytestmark = [pytest.mark.thorough, pytest.mark.costly("a process in which JAX has more devices")]
@@ -112,10 +112,10 @@ def test_temporary_memory_shrinks(found, name):
 
 def test_unshardable_tokens_raise_by_name(found):
     """Tokens that the mesh does not divide raise an error that names the argument."""
-    for name, refusal in {
-        "uneven": refuses("keys", "30 and 4"),
-        "unknown": refuses("tokens", {"axis": "tokens", "mesh.axis_names": ("sequence",)}),
-        "undivided": refuses("tokens", {"axis": "sequence", "mesh.axis_names": ()}),
+    for name, input_error in {
+        "uneven": rejects("keys", "30 and 4"),
+        "unknown": rejects("tokens", {"axis": "tokens", "mesh.axis_names": ("sequence",)}),
+        "undivided": rejects("tokens", {"axis": "sequence", "mesh.axis_names": ()}),
     }.items():
-        assert refusal.is_printed_in(found["refused"].pop(name))
-    assert found["refused"] == {}
+        assert input_error.is_printed_in(found["rejected"].pop(name))
+    assert found["rejected"] == {}

@@ -245,12 +245,12 @@ def test_flex_replaces_only_masked_sdpa(monkeypatch):
         assert takes(features)
     assert not takes(())
     assert not takes((), is_causal=True)
-    refused = [
+    rejected = [
         {"mask": torch.zeros(5, 5, dtype=torch.bool)},
         {"bias": torch.zeros(5, 5)},
         {"dropout": 0.5},
     ]
-    for options, features in itertools.product(refused, [("soft_cap",), ("lengths",)]):
+    for options, features in itertools.product(rejected, [("soft_cap",), ("lengths",)]):
         assert not takes(features, **options)
     monkeypatch.setattr(flex, "MANY_SCORES", 3 * 4 * 5 * 5 + 1)
     assert not takes(("soft_cap",))

@@ -5,7 +5,7 @@ communication is counted.
 from dataclasses import replace
 
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 from mha_spec import AttentionSpec, Norm, Rope
@@ -87,7 +87,7 @@ def test_indivisible_cases_are_skipped():
     """
     plan = MeshPlan(tensor=2)
     dropped = replace(CASES["gqa"], spec=AttentionSpec(32, 8, output_dropout=0.1))
-    assert refuses("output_dropout").is_printed_in(torch_mesh.why_skipped(dropped, "float32", plan))
+    assert rejects("output_dropout").is_printed_in(torch_mesh.why_skipped(dropped, "float32", plan))
     assert torch_mesh.why_skipped(CASES["gqa"], "float32", plan) is None
     masks = "masks and biases would have to circulate with the keys"
     assert torch_mesh.why_skipped(CASES["bias"], "float32", MeshPlan(sequence=1)) is None
@@ -100,7 +100,7 @@ def test_indivisible_cases_are_skipped():
 def test_ring_rejects_relative_products():
     """A ring raises an error for relative products, and their case is skipped with the reason."""
     scores = Scores(CASES["relative-products"].spec)
-    with refuses("relative_products", relative_products=...):
+    with rejects("relative_products", relative_products=...):
         check_ring_supports(Mask(), scores)
     told = torch_mesh.why_skipped(CASES["relative-products"], "float32", MeshPlan(sequence=3))
     assert told == "relative products are computed for whole sequences only"
@@ -109,7 +109,7 @@ def test_ring_rejects_relative_products():
 @two_devices
 def test_too_many_mesh_devices_raise(devices):
     """A mesh of 8 devices over two processes raises an error."""
-    with refuses("mesh", f"data=8 and {devices}"):
+    with rejects("mesh", f"data=8 and {devices}"):
         run_on_mesh([CASES["gqa"]], ["torch"], MeshPlan(data=8))
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from filelock import FileLock
 from helpers import PYTHONPATH
+from helpers.input_errors import rejects, rejects_type
 from helpers.programs import processes, rings
 from helpers.programs.processes import (
     DIVIDED,
@@ -25,7 +26,6 @@ from helpers.programs.processes import (
     stepped,
     trained,
 )
-from helpers.refusals import refuses, refuses_type
 from helpers.shell import environment
 
 import mha_torch
@@ -211,35 +211,35 @@ def test_collectives_are_minimal(found, name, forward, backward):
 
 
 @pytest.mark.parametrize(
-    ("name", "refusal"),
+    ("name", "input_error"),
     [
-        ("uneven", refuses("num_heads", num_heads=9, size=...)),
-        ("fused_qkv", refuses("fused_qkv", fused_qkv=True)),
-        ("shared_kv", refuses("shared_kv", shared_kv=True)),
-        ("shared keys with norms of their own", refuses("k_norm", num_kv_heads=1, size=...)),
-        ("outputs dropped", refuses("output_dropout", output_dropout=0.1)),
-        ("norm over the width left out", refuses("a norm over the width")),
-        ("divided already", refuses("layer", "DTensors")),
-        ("its own style last", refuses("layer", "DTensors")),
-        ("distributed, to a function", refuses_type("q_proj.weight", "DTensor")),
-        ("no such dimension", refuses("heads", heads="tensor", names=("heads",))),
-        ("no layer of ours", refuses_type("layer", "Linear")),
-        ("by hand", refuses("q_proj", "features")),
-        ("by hand, distributed", refuses("q_proj", "DTensor")),
-        ("by hand, some projections", refuses("k_proj", "features")),
-        ("by hand, whole output", refuses("the input of out_proj", shape=...)),
-        ("by hand, fused_qkv", refuses("qkv_proj", "features")),
-        ("by hand, gate", refuses("gate_proj", "features")),
-        ("by hand, latent", refuses("q_proj", "features")),
-        ("bias of all heads", refuses("bias", {"bias.shape": (1, 8, 6, 6)})),
-        ("cache of all heads", refuses("cache.keys", {"cache.keys.shape": (3, 4, 9, 8)})),
+        ("uneven", rejects("num_heads", num_heads=9, size=...)),
+        ("fused_qkv", rejects("fused_qkv", fused_qkv=True)),
+        ("shared_kv", rejects("shared_kv", shared_kv=True)),
+        ("shared keys with norms of their own", rejects("k_norm", num_kv_heads=1, size=...)),
+        ("outputs dropped", rejects("output_dropout", output_dropout=0.1)),
+        ("norm over the width left out", rejects("a norm over the width")),
+        ("divided already", rejects("layer", "DTensors")),
+        ("its own style last", rejects("layer", "DTensors")),
+        ("distributed, to a function", rejects_type("q_proj.weight", "DTensor")),
+        ("no such dimension", rejects("heads", heads="tensor", names=("heads",))),
+        ("no layer of ours", rejects_type("layer", "Linear")),
+        ("by hand", rejects("q_proj", "features")),
+        ("by hand, distributed", rejects("q_proj", "DTensor")),
+        ("by hand, some projections", rejects("k_proj", "features")),
+        ("by hand, whole output", rejects("the input of out_proj", shape=...)),
+        ("by hand, fused_qkv", rejects("qkv_proj", "features")),
+        ("by hand, gate", rejects("gate_proj", "features")),
+        ("by hand, latent", rejects("q_proj", "features")),
+        ("bias of all heads", rejects("bias", {"bias.shape": (1, 8, 6, 6)})),
+        ("cache of all heads", rejects("cache.keys", {"cache.keys.shape": (3, 4, 9, 8)})),
     ],
 )
-def test_unsupported_divisions_raise(found, name, refusal):
+def test_unsupported_divisions_raise(found, name, input_error):
     """Layers, weights and calls that cannot be divided raise an error that names the argument."""
-    kind, _, said = found["refused"][name].partition(": ")
-    assert refusal.is_printed_in(said)
-    assert kind == refusal.kind.__name__
+    kind, _, said = found["rejected"][name].partition(": ")
+    assert input_error.is_printed_in(said)
+    assert kind == input_error.kind.__name__
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -307,28 +307,28 @@ def test_non_finite_token_spoils_its_rows(found, size):
 
 @every_size
 @pytest.mark.parametrize(
-    ("name", "refusal"),
+    ("name", "input_error"),
     [
-        ("no such dimension", refuses("tokens", tokens="sequence", names=("heads",))),
-        ("neither", refuses("heads or tokens", "neither")),
-        ("no layer", refuses_type("layer", "Linear")),
-        ("cache", refuses("layer", "MultiHeadAttentionWithCache")),
-        ("shared_kv", refuses("shared_kv", shared_kv=True)),
-        ("rope", refuses("rope", rope=...)),
-        ("weights", refuses("need_weights", need_weights=True)),
-        ("mask", refuses("mask", {"mask.shape": ...})),
-        ("dropout", refuses("dropout", dropout=0.5)),
-        ("lengths", refuses("key_padding_lengths", key_padding_lengths=...)),
-        ("lengths of heads", refuses("key_padding_lengths", key_padding_lengths=[-1])),
-        ("uneven", refuses("queries", "queries=[2, 1")),
-        ("uneven, lengths", refuses("queries", "queries=[2, 1")),
+        ("no such dimension", rejects("tokens", tokens="sequence", names=("heads",))),
+        ("neither", rejects("heads or tokens", "neither")),
+        ("no layer", rejects_type("layer", "Linear")),
+        ("cache", rejects("layer", "MultiHeadAttentionWithCache")),
+        ("shared_kv", rejects("shared_kv", shared_kv=True)),
+        ("rope", rejects("rope", rope=...)),
+        ("weights", rejects("need_weights", need_weights=True)),
+        ("mask", rejects("mask", {"mask.shape": ...})),
+        ("dropout", rejects("dropout", dropout=0.5)),
+        ("lengths", rejects("key_padding_lengths", key_padding_lengths=...)),
+        ("lengths of heads", rejects("key_padding_lengths", key_padding_lengths=[-1])),
+        ("uneven", rejects("queries", "queries=[2, 1")),
+        ("uneven, lengths", rejects("queries", "queries=[2, 1")),
     ],
 )
-def test_unsupported_token_divisions_raise(found, size, name, refusal):
+def test_unsupported_token_divisions_raise(found, size, name, input_error):
     """Layers and calls whose tokens cannot be divided raise an error that names the argument."""
-    kind, _, said = found[size]["ring"]["refused"][name].partition(": ")
-    assert refusal.is_printed_in(said)
-    assert kind == refusal.kind.__name__
+    kind, _, said = found[size]["ring"]["rejected"][name].partition(": ")
+    assert input_error.is_printed_in(said)
+    assert kind == input_error.kind.__name__
 
 
 @every_size
@@ -344,9 +344,9 @@ def test_context_parallel_needs_positions(found, size):
         return {name: whole[name] for name in computed}
 
     assert_as_one(computed, mha_torch.MultiHeadSelfAttention, spec, gradients)
-    assert refuses("positions", positions=None).is_printed_in(said["positions"])
-    assert refuses("mask").is_printed_in(said["mask"])
-    assert refuses("key_padding_lengths").is_printed_in(said["key_padding_lengths"])
+    assert rejects("positions", positions=None).is_printed_in(said["positions"])
+    assert rejects("mask").is_printed_in(said["mask"])
+    assert rejects("key_padding_lengths").is_printed_in(said["key_padding_lengths"])
 
 
 # ---- Fully sharded -------------------------------------------------------------------------------

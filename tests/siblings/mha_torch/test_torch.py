@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from helpers.heads import fused_attention, plain_attention
+from helpers.input_errors import rejects
 from helpers.kernels import attend_with, contained
-from helpers.refusals import refuses
 from helpers.samples import sample
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -914,14 +914,14 @@ ELSEWHERE = {
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_arrays_on_other_device_raise(form, name):
     """A key, value, mask or bias on the wrong device raises an error that names the argument."""
-    with refuses(name, expected=...):
+    with rejects(name, expected=...):
         ELSEWHERE[name](FORMS[form], torch.ones(1, 2, 3, 4), torch.zeros(3, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_layer_input_on_other_device_raises(kind):
     """An input on a different device than the layer raises an error."""
-    with refuses("the input of q_proj", {"the input of q_proj.device": ..., "expected": ...}):
+    with rejects("the input of q_proj", {"the input of q_proj.device": ..., "expected": ...}):
         module(kind)(torch.ones(1, 3, 16, device="meta"))
 
 
@@ -929,7 +929,7 @@ def test_cache_on_other_device_raises():
     """A cache on a different device than the layer raises an error."""
     layer = module("MultiHeadAttentionWithCache")
     cache = mha_torch.init_cache(1, 2, 4, 4, device="meta")
-    with refuses("cache.keys", {"cache.keys.device": ..., "expected": ...}):
+    with rejects("cache.keys", {"cache.keys.device": ..., "expected": ...}):
         layer(torch.ones(1, 3, 16), cache)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import ttnn
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.tt.formulas import module_of, rounded_weights
 
 import mha_tt
@@ -48,5 +48,5 @@ def test_masks_on_device_broadcast(device, rng):
 def test_bias_on_device_needs_all_batch_axes(device, rng):
     """A bias on the device with only one of two batch axes raises an error with its shape."""
     bias = mha_tt.upload(rng.random((3, 1, T, T)), device=device)
-    with refuses("bias", {"bias.shape": (3, 1, T, T)}):
+    with rejects("bias", {"bias.shape": (3, 1, T, T)}):
         attended(device, rng.standard_normal((*AXES, T, 8)), bias=bias)

@@ -7,7 +7,7 @@ The device writes whole tiles of 32 slots or single slots, so the boundaries of 
 import numpy as np
 import pytest
 import ttnn
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.tt.formulas import (
     assert_close,
     attend,
@@ -122,7 +122,7 @@ def test_shared_keys_without_tokens_raise(device):
     """A layer with shared keys raises an error if the cache lacks the new tokens."""
     source = cached_layer(GQA_ROPE, device)
     shared, x = sharing(source), mha_tt.upload(random_tokens(2), device=device, dtype=source.dtype)
-    with refuses("cache", lengths=[0, 0, 0], new_lengths=[2, 2, 2]):
+    with rejects("cache", lengths=[0, 0, 0], new_lengths=[2, 2, 2]):
         shared(x, source.init_cache(3, 6))
 
 
@@ -688,7 +688,7 @@ def test_mixing_dtypes_with_cache_raises(device, seq_len, dtype, cache_dtype):
     """A float32 layer with a bfloat16 cache, or the reverse, raises an error."""
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
-    with refuses_type("x", {"x.dtype": dtype, "cache.keys.dtype": cache_dtype}):
+    with rejects_type("x", {"x.dtype": dtype, "cache.keys.dtype": cache_dtype}):
         module(x, module.init_cache(3, 6, cache_dtype))
 
 
@@ -701,7 +701,7 @@ def test_append_overflow_changes_nothing(device, num_new):
     cache = filled_cache(cached_layer(GQA_ROPE, device), [6, 5, 2], 6)
     before = contents(cache)
     new = mha_tt.upload(np.ones((3, 2, num_new, 64)), device=device)
-    with refuses("lengths + new tokens", lengths=[6, 5, 2], new_lengths=...):
+    with rejects("lengths + new tokens", lengths=[6, 5, 2], new_lengths=...):
         mha_tt.append_to_cache(cache, new, new)
     assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [
         True
@@ -746,7 +746,7 @@ def test_batch_above_core_count_raises(device, filled, dtype):
     num_new = 1 if filled[0] == 0 else 4
     cache = mha_tt.KVCache(cache.keys, cache.values, np.full(batch, filled[0], np.int32), 64)
     new = mha_tt.upload(np.ones((batch, 1, num_new, 32)), device=device, dtype=dtype)
-    with refuses("the batch", f"{batch} sequences"):
+    with rejects("the batch", f"{batch} sequences"):
         mha_tt.append_to_cache(cache, new, new)
     assert not mha_tt.download(cache.keys).any()
 
@@ -892,7 +892,7 @@ def test_too_many_kv_heads_raise(device):
     module = mha_tt.MultiHeadAttentionWithCache(
         parity.AttentionSpec(66, 33, head_dim=32), device=device
     )
-    with refuses("num_kv_heads", num_kv_heads=33):
+    with rejects("num_kv_heads", num_kv_heads=33):
         module.init_cache(1, 4)
 
 
@@ -923,7 +923,7 @@ def test_float32_dropout_changes_no_cache(device, rates):
         parity.AttentionSpec(24, 4, **rates), dtype=ttnn.float32, device=device
     )
     cache = module.init_cache(1, 4)
-    with refuses_type("the module", dtype=...):
+    with rejects_type("the module", dtype=...):
         module(mha_tt.upload(np.ones((1, 1, 24)), device=device, dtype=ttnn.float32), cache)
     assert not mha_tt.download(cache.keys).any()
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import ttnn
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.tt.formulas import both_dtypes, every_dtype, module_of, rounded, rounded_weights
 
@@ -107,7 +107,7 @@ OPEN = """
 def test_missing_device_raises_with_options(only_mock, run_python):
     """Without a device, open_device raises an error that names all three locations it searched."""
     result = run_python(OPEN.format(before="", number=""))
-    assert refuses("a device").is_printed_in(result.stdout)
+    assert rejects("a device").is_printed_in(result.stdout)
     assert [
         word
         for word in ("/dev/tenstorrent", SIMULATOR, "ttnn_mock.board()")
@@ -122,7 +122,7 @@ def test_unusable_board_raises_one_line(only_mock, run_python, tmp_path):
     """
     (tmp_path / "empty.yaml").write_text("chips: {}\n")
     result = run_python(OPEN.format(before="", number=""), **{MOCK: str(tmp_path / "empty.yaml")})
-    assert refuses("device 0").is_printed_in(result.stdout)
+    assert rejects("device 0").is_printed_in(result.stdout)
     assert "mock empty" in result.stdout
     assert len(result.stdout.splitlines()) == 1  # ttnn's own message is followed by a backtrace
 
@@ -160,7 +160,7 @@ def test_missing_card_error_names_its_number(only_mock, run_python):
     """Opening device 7 of an n150 raises an error that names the device and the board."""
     program = OPEN.format(before="ttnn_mock.use('n150')", number="7")
     said = run_python(program).stdout
-    assert refuses("device 7").is_printed_in(said)
+    assert rejects("device 7").is_printed_in(said)
     assert "mock n150" in said
 
 
@@ -545,13 +545,13 @@ def test_head_slots_locate_features(head_dim, rope, expected):
 
 def test_head_slots_reject_boolean_rope():
     """head_slots rejects rope=True: it expects the Rope itself."""
-    with refuses_type("rope", rope=True):
+    with rejects_type("rope", rope=True):
         mha_tt.head_slots(16, rope=True)
 
 
 def test_head_slots_reject_odd_rope_dim():
     """head_slots rejects RoPE with an odd head_dim, which has no halves."""
-    with refuses("head_dim", head_dim=3):
+    with rejects("head_dim", head_dim=3):
         mha_tt.head_slots(3, rope=parity.Rope())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import ttnn
 from helpers.heads import fused_attention, plain_attention
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 import mha_tt
 from mha_tt.masks import MASKED, CausalMask, Mask, on_device
@@ -257,7 +257,7 @@ def test_lazy_causal_mask_allocates_no_table(device):
 @pytest.mark.parametrize(("seq_len", "error"), [(-1, ValueError), (2.0, TypeError)])
 def test_lazy_causal_mask_rejects_bad_length(device, seq_len, error):
     """A lazy causal mask rejects a negative or float length."""
-    with refuses("seq_len", seq_len=seq_len).of(error):
+    with rejects("seq_len", seq_len=seq_len).of(error):
         CausalMask(seq_len, device=device)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import ttnn
 from helpers.heads import fused_attention, plain_attention
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.tt.formulas import (
     TOLERANCES,
@@ -662,7 +662,7 @@ def test_training_can_be_switched_on_again(device, rng):
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
 def test_random_dropout_in_float32_raises(device, rng, rates):
     """Random dropout in float32 raises an error that names the dtype."""
-    with refuses_type("the module", dtype=...):
+    with rejects_type("the module", dtype=...):
         output_of(dropping(device, ttnn.float32, **rates), rng.standard_normal((2, 5, 8)))
 
 
@@ -707,11 +707,11 @@ READS = {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
 def no_downloads(device, monkeypatch):
     """Fail the test if a tensor is read back."""
 
-    def refuse(tensor):
+    def reject(tensor):
         pytest.fail("a tensor was read back")
 
     with monkeypatch.context() as patch:
-        patch.setattr(devices, "readers", [refuse])
+        patch.setattr(devices, "readers", [reject])
         yield
 
 
@@ -827,7 +827,7 @@ def test_invalid_projected_positions_raise(device, positions, error):
     spec = parity.AttentionSpec(8, 2, rope=parity.Rope(1e4))
     held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
-    with refuses("positions").of(error):
+    with rejects("positions").of(error):
         mha_tt.project_qkv(mha_tt.project_with(held), x, x, x, spec, np.array(positions))
 
 
@@ -837,7 +837,7 @@ def test_rotations_of_wrong_positions_raise(device):
     held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
     rotations = mha_tt.Rotation(np.array([[0]]), spec.rope, head_dim=4, padded=64, device=device)
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
-    with refuses("positions", "a Rotation for (1, 1)"):
+    with rejects("positions", "a Rotation for (1, 1)"):
         mha_tt.multi_head_attention(x, held, spec, positions=rotations)
 
 

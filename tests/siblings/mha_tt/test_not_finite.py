@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ttnn
 from helpers.heads import fused_attention, plain_attention
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from helpers.tt.formulas import both_dtypes, module_of, rounded
 
@@ -501,5 +501,5 @@ def test_padding_of_finite_heads_must_be_0(lost):
     padded[:, :, 1] = lost
     assert shapes.real(padded, "v_proj").shape == (1, 4, 3, 12)
     padded[0, 0, 2, 31] = 1e-3
-    with refuses("features that pad a head", "others in (1, 4, 3, 32)"):
+    with rejects("features that pad a head", "others in (1, 4, 3, 32)"):
         shapes.real(padded, "v_proj")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import ttnn
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.tt.formulas import IS_MOCK
 
 import parity
@@ -168,7 +168,7 @@ def test_unsupported_dtypes_raise(capsys):
     assert (
         main(["conformance", "own_tt:attention", "--framework", "ttnn", "--dtypes", "float16"]) == 2
     )
-    assert refuses("a dtype", "float16").is_printed_in(capsys.readouterr().err)
+    assert rejects("a dtype", "float16").is_printed_in(capsys.readouterr().err)
 
 
 def test_framework_is_inferred_from_module():
@@ -184,7 +184,7 @@ def test_missing_operation_raises_its_error():
     """
     import own_tt
 
-    with refuses("not_there", "AttributeError: module 'ttnn' has no attribute 'nothing'"):
+    with rejects("not_there", "AttributeError: module 'ttnn' has no attribute 'nothing'"):
         examine(own_tt.not_there, ["scale"], framework="ttnn")
 
 
@@ -310,4 +310,4 @@ def test_function_without_tensor_raises(own, diagnosed, capsys):
         main(["diagnose", "giver:nothing", "--framework", "ttnn", "--weights", "layer.safetensors"])
         == 2
     )
-    assert refuses("the function", "NoneType").is_printed_in(capsys.readouterr().err)
+    assert rejects("the function", "NoneType").is_printed_in(capsys.readouterr().err)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import ttnn
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.tt.formulas import assert_close, layer, module_of, rounded, rounded_weights
 
 import mha_tt
@@ -180,10 +180,10 @@ def test_copied_pages_have_their_own_storage(device):
     expected, _ = module(token, cache)
     assert all(map(np.array_equal, in_slots(copied), before))
     assert np.array_equal(mha_tt.download(module(token, copied)[0]), mha_tt.download(expected))
-    with refuses("cache", hint="cache.copy()"):
+    with rejects("cache", hint="cache.copy()"):
         cache.reorder([1, 0, 2])
     other.reorder([1, 0, 2])  # which has the same pages
-    with refuses("cache", hint="cache.copy()"):
+    with rejects("cache", hint="cache.copy()"):
         module(token, other)
 
 
@@ -191,24 +191,24 @@ def test_unsupported_page_operations_raise(device):
     """Operations that pages do not support raise an error that names the argument."""
     module, slots, pages = made(device, LAYERS["no RoPE"])
     key = mha_tt.upload(np.ones((3, 2, 1, 32)), device=device)
-    with refuses("indices", indices=[0, 0, 2]):
+    with rejects("indices", indices=[0, 0, 2]):
         pages.reorder([0, 0, 2])
-    with refuses("indices", indices=[0, 0, 1, 1, 2, 2]):
+    with rejects("indices", indices=[0, 0, 1, 1, 2, 2]):
         pages.repeat(2)
-    with refuses("indices", indices=[0, 1, 3]):
+    with rejects("indices", indices=[0, 1, 3]):
         pages.reorder([0, 1, 3])
-    with refuses("capacity", capacity=100):
+    with rejects("capacity", capacity=100):
         pages.grow(100)
-    with refuses("lengths + new tokens", lengths=[0, 0, 0], new_lengths=[121, 121, 121]):
+    with rejects("lengths + new tokens", lengths=[0, 0, 0], new_lengths=[121, 121, 121]):
         module(tokens(device, 121), pages)
-    with refuses_type("cache", "PagedKVCache"):
+    with rejects_type("cache", "PagedKVCache"):
         mha_tt.append_to_cache(pages, key, key)
-    with refuses("page_size", page_size=48):
+    with rejects("page_size", page_size=48):
         module.init_cache(3, CAPACITY, page_size=48)
-    with refuses_type("dtype", "dtype=float32"):
+    with rejects_type("dtype", "dtype=float32"):
         module.init_cache(3, CAPACITY, ttnn.float32, page_size=32)
-    with refuses("batch_size", batch_size=0):
+    with rejects("batch_size", batch_size=0):
         module.init_cache(0, CAPACITY, page_size=32)
-    with refuses("x", {"x.shape": (3, 1, 64), "cache.lengths.shape": (2,)}):
+    with rejects("x", {"x.shape": (3, 1, 64), "cache.lengths.shape": (2,)}):
         module(tokens(device, 1), module.init_cache(2, CAPACITY, page_size=32))
     assert slots.pages is None

@@ -12,8 +12,8 @@ import sys
 import pytest
 from filelock import FileLock
 from helpers import PYTHONPATH, ROOT
+from helpers.input_errors import rejects, rejects_type
 from helpers.programs.chips import COMPARED
-from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 
 pytestmark = [
@@ -118,7 +118,7 @@ def test_row_parallel_product_needs_its_sum(found):
     without, summed, said = found("n300")["by rows"]
     assert without > 0.1
     assert summed < 1e-6
-    assert refuses("tensor", where="ValueError").is_printed_in(said)
+    assert rejects("tensor", where="ValueError").is_printed_in(said)
 
 
 def test_divided_weights_round_trip(found):
@@ -127,31 +127,31 @@ def test_divided_weights_round_trip(found):
 
 
 @pytest.mark.parametrize(
-    ("name", "refusal"),
+    ("name", "input_error"),
     [
-        ("uneven", refuses("num_heads", "num_heads=9 and 2 chips")),
-        ("norm over the width", refuses("q_norm")),
-        ("alibi", refuses("alibi")),
-        ("shared_kv", refuses("shared_kv", shared_kv=True)),
-        ("no such dimension", refuses("heads", heads=2)),
-        ("a name", refuses_type("heads", heads="tensor")),
-        ("twice", refuses("layer", "along dimension 1")),
-        ("no layer", refuses_type("layer", "object")),
-        ("training with dropout", refuses("the module")),
-        ("bias of all heads", refuses("bias", {"bias.shape": (1, 8, 5, 5)})),
+        ("uneven", rejects("num_heads", "num_heads=9 and 2 chips")),
+        ("norm over the width", rejects("q_norm")),
+        ("alibi", rejects("alibi")),
+        ("shared_kv", rejects("shared_kv", shared_kv=True)),
+        ("no such dimension", rejects("heads", heads=2)),
+        ("a name", rejects_type("heads", heads="tensor")),
+        ("twice", rejects("layer", "along dimension 1")),
+        ("no layer", rejects_type("layer", "object")),
+        ("training with dropout", rejects("the module")),
+        ("bias of all heads", rejects("bias", {"bias.shape": (1, 8, 5, 5)})),
     ],
 )
-def test_unsupported_divisions_raise_by_name(found, name, refusal):
+def test_unsupported_divisions_raise_by_name(found, name, input_error):
     """Layers and calls that cannot be divided raise an error that names the argument."""
-    kind, _, said = found("n300")["refused"][name].partition(": ")
-    assert refusal.is_printed_in(said)
-    assert kind == refusal.kind.__name__
+    kind, _, said = found("n300")["rejected"][name].partition(": ")
+    assert input_error.is_printed_in(said)
+    assert kind == input_error.kind.__name__
 
 
 def test_unknown_mesh_operation_raises(found):
     """ttnn.all_broadcast, which has no values on a mesh, raises NotImplementedError with its
     name.
     """
-    assert found("n300")["refused"]["broadcast"].startswith(
+    assert found("n300")["rejected"]["broadcast"].startswith(
         "NotImplementedError: ttnn.all_broadcast "
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from helpers.tt import MOCK_BOARD, RECORDED_BOARD
 from helpers.tt.formulas import IS_MOCK
@@ -119,5 +119,5 @@ def test_every_other_case_runs():
 
 def test_parallel_jobs_on_device_raise():
     """`jobs=2` raises an error, because a device belongs to one process."""
-    with refuses("jobs", jobs=2):
+    with rejects("jobs", jobs=2):
         run_cases([CASES["textbook"]], ["tt"], jobs=2)

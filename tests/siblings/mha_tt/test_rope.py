@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import ttnn
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.tt.formulas import TOLERANCES, assert_close, both_dtypes, rotate, rounded
 
@@ -189,7 +189,7 @@ def test_rope_kinds_match_formula(device, rng, kind, dtype):
 def test_bare_heads_with_other_pairs_raise(device, kind):
     """Bare heads raise an error without head_dim if RoPE pairs neighbors or the last features."""
     x = mha_tt.upload(np.ones((1, 1, 1, 12)), device=device)
-    with refuses("head_dim", head_dim=None, rope=...):
+    with rejects("head_dim", head_dim=None, rope=...):
         mha_tt.apply_rope(x, np.array([[0]]), KINDS[kind])
 
 
@@ -198,9 +198,9 @@ def test_positions_on_axes_need_sections(device):
     error.
     """
     x = mha_tt.upload(np.ones((1, 1, 3, 12)), device=device)
-    with refuses("positions", {"positions.shape": (3, 1, 3)}):
+    with rejects("positions", {"positions.shape": (3, 1, 3)}):
         mha_tt.apply_rope(x, np.zeros((3, 1, 3), np.int32), parity.Rope())
-    with refuses("positions", {"positions.shape": (2, 1, 3)}):
+    with rejects("positions", {"positions.shape": (2, 1, 3)}):
         mha_tt.apply_rope(x, np.zeros((2, 1, 3), np.int32), KINDS["sections"])
 
 
@@ -241,36 +241,36 @@ def test_layer_adapts_rotations_to_length(device, rng):
 # ---- Errors --------------------------------------------------------------------------------------
 
 REJECTIONS = {
-    "odd head": ((1, 1, 1, 3), [[0]], 1e4, refuses("head_dim", head_dim=3)),
-    "theta 0": ((1, 1, 1, 4), [[0]], 0.0, refuses("theta", theta=0.0)),
-    "theta negative": ((1, 1, 1, 4), [[0]], -1.0, refuses("theta", theta=-1.0)),
-    "theta NaN": ((1, 1, 1, 4), [[0]], math.nan, refuses("theta", theta=math.nan)),
-    "theta text": ((1, 1, 1, 4), [[0]], "1e4", refuses_type("theta", theta="1e4")),
-    "three axes": ((1, 1, 4), [[0]], 1e4, refuses("x", {"x.shape": (1, 1, 4)})),
+    "odd head": ((1, 1, 1, 3), [[0]], 1e4, rejects("head_dim", head_dim=3)),
+    "theta 0": ((1, 1, 1, 4), [[0]], 0.0, rejects("theta", theta=0.0)),
+    "theta negative": ((1, 1, 1, 4), [[0]], -1.0, rejects("theta", theta=-1.0)),
+    "theta NaN": ((1, 1, 1, 4), [[0]], math.nan, rejects("theta", theta=math.nan)),
+    "theta text": ((1, 1, 1, 4), [[0]], "1e4", rejects_type("theta", theta="1e4")),
+    "three axes": ((1, 1, 4), [[0]], 1e4, rejects("x", {"x.shape": (1, 1, 4)})),
     "float positions": (
         (1, 1, 1, 4),
         [[0.0]],
         1e4,
-        refuses_type("positions", {"positions.dtype": ...}),
+        rejects_type("positions", {"positions.dtype": ...}),
     ),
     "boolean positions": (
         (1, 1, 1, 4),
         [[True]],
         1e4,
-        refuses_type("positions", {"positions.dtype": ...}),
+        rejects_type("positions", {"positions.dtype": ...}),
     ),
-    "flat positions": ((1, 1, 1, 4), [0], 1e4, refuses("positions", {"positions.shape": (1,)})),
+    "flat positions": ((1, 1, 1, 4), [0], 1e4, rejects("positions", {"positions.shape": (1,)})),
     "too many positions": (
         (1, 1, 1, 4),
         [[0, 1]],
         1e4,
-        refuses("positions", {"positions.shape": (1, 2)}),
+        rejects("positions", {"positions.shape": (1, 2)}),
     ),
     "another batch": (
         (3, 1, 1, 4),
         [[0], [1]],
         1e4,
-        refuses("positions", {"positions.shape": (2, 1)}),
+        rejects("positions", {"positions.shape": (2, 1)}),
     ),
 }
 
@@ -278,47 +278,47 @@ REJECTIONS = {
 @pytest.mark.parametrize("name", REJECTIONS)
 def test_invalid_rotation_arguments_raise(device, name):
     """Odd heads, bad values of theta and positions of a wrong shape or dtype raise an error."""
-    shape, positions, theta, refusal = REJECTIONS[name]
-    with refusal:
+    shape, positions, theta, input_error = REJECTIONS[name]
+    with input_error:
         rotated(device, np.ones(shape, np.float32), positions, theta)
 
 
 def test_list_of_positions_raises(device):
     """Positions in a list instead of an array raise an error."""
     x = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device)
-    with refuses_type("positions", "list"):
+    with rejects_type("positions", "list"):
         mha_tt.apply_rope(x, [[0]], parity.Rope())
 
 
 def test_number_instead_of_rope_raises(device):
     """A number instead of a Rope raises an error."""
     x = mha_tt.upload(np.ones((1, 1, 1, 32), np.float32), device=device)
-    with refuses_type("rope", rope=10000.0):
+    with rejects_type("rope", rope=10000.0):
         mha_tt.apply_rope(x, np.array([[0]]), 10000.0)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "refusal"),
-    [(10, refuses("head_dim", head_dim=10)), (0, refuses("head_dim", head_dim=0))],
+    ("head_dim", "input_error"),
+    [(10, rejects("head_dim", head_dim=10)), (0, rejects("head_dim", head_dim=0))],
 )
-def test_wrong_head_dim_raises(device, head_dim, refusal):
+def test_wrong_head_dim_raises(device, head_dim, input_error):
     """A head_dim larger than the heads or 0 raises an error."""
-    with refusal:
+    with input_error:
         rotated(device, np.ones((1, 1, 1, 8), np.float32), [[0]], head_dim=head_dim)
 
 
 def test_heads_padded_without_rope_raise(device):
     """Heads whose padding does not separate their halves by a tile raise an error."""
     # Six features of eight: the second half would begin at the 32nd.
-    with refuses("heads of head_dim=6", "8"):
+    with rejects("heads of head_dim=6", "8"):
         rotated(device, np.ones((1, 1, 1, 8), np.float32), [[0]], head_dim=6)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "theta", "refusal"),
-    [(3, 1e4, refuses("head_dim", head_dim=3)), (4, 0.0, refuses("theta", theta=0.0))],
+    ("head_dim", "theta", "input_error"),
+    [(3, 1e4, rejects("head_dim", head_dim=3)), (4, 0.0, rejects("theta", theta=0.0))],
 )
-def test_invalid_frequencies_raise(head_dim, theta, refusal):
+def test_invalid_frequencies_raise(head_dim, theta, input_error):
     """An odd head_dim or a theta of 0 raises an error."""
-    with refusal:
+    with input_error:
         parity.Rope(theta).frequencies(head_dim)

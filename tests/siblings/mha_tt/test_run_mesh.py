@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import ROOT
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 from mha_spec import AttentionSpec, Norm
 from parity import CASES
@@ -78,8 +78,8 @@ def test_indivisible_cases_are_skipped():
     """Cases that tensor parallelism cannot divide are skipped with the reason."""
     plan = MeshPlan(tensor=2)
     width = replace(CASES["gqa"], spec=AttentionSpec(32, 8, qk_norm=Norm(over="width")))
-    assert refuses("q_norm").is_printed_in(tt_mesh.why_skipped(width, "float32", plan))
-    assert refuses("alibi").is_printed_in(tt_mesh.why_skipped(CASES["alibi"], "float32", plan))
+    assert rejects("q_norm").is_printed_in(tt_mesh.why_skipped(width, "float32", plan))
+    assert rejects("alibi").is_printed_in(tt_mesh.why_skipped(CASES["alibi"], "float32", plan))
     assert (
         tt_mesh.why_skipped(CASES["gqa"], "float32", MeshPlan(tensor=3))
         == "tensor=3 does not divide 8 query heads"
@@ -91,17 +91,17 @@ def test_indivisible_cases_are_skipped():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "refusal"),
+    ("arguments", "input_error"),
     [
-        (["data=2"], refuses("mesh", "data=2")),
-        (["sequence=2,tensor=2"], refuses("mesh", "tensor=2,sequence=2")),
-        (["tensor=16"], refuses("mesh", "tensor=16")),
-        (["tensor=2", "--virtual-devices", "2"], refuses("--virtual-devices", "tt")),
+        (["data=2"], rejects("mesh", "data=2")),
+        (["sequence=2,tensor=2"], rejects("mesh", "tensor=2,sequence=2")),
+        (["tensor=16"], rejects("mesh", "tensor=16")),
+        (["tensor=2", "--virtual-devices", "2"], rejects("--virtual-devices", "tt")),
     ],
 )
-def test_unsupported_meshes_fail_in_one_line(arguments, refusal, capsys):
+def test_unsupported_meshes_fail_in_one_line(arguments, input_error, capsys):
     """A mesh that chips do not support exits with 2 and prints one line that names the mesh."""
     assert main(["mesh", *arguments, "--backends", "tt", "--cases", "causal"]) == 2
     said = capsys.readouterr().err
-    assert refusal.is_printed_in(said)
+    assert input_error.is_printed_in(said)
     assert said.count("\n") == 1

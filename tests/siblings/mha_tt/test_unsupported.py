@@ -5,7 +5,7 @@ work.
 import numpy as np
 import pytest
 import ttnn
-from helpers.refusals import refuses_type
+from helpers.input_errors import rejects_type
 from helpers.tt.sibling import UNSUPPORTED
 
 import mha_tt
@@ -14,7 +14,7 @@ from parity.measure.backends import tt as backend
 
 
 def float16(device):
-    with refuses_type("dtype", dtype=...):
+    with rejects_type("dtype", dtype=...):
         mha_tt.upload(np.ones(3), device=device, dtype=np.float16)
     assert not hasattr(ttnn, "float16")
 
@@ -23,7 +23,7 @@ def float32_in_the_kernel(device):
     query, slots = (
         mha_tt.upload(np.ones((1, 1, n, 32)), device=device, dtype=ttnn.float32) for n in (2, 32)
     )
-    with refuses_type("query", "query.dtype=float32"):
+    with rejects_type("query", "query.dtype=float32"):
         mha_tt.fused.attend_to_cache(query, slots, slots, np.array([3]))
 
 
@@ -32,7 +32,7 @@ def dropout_in_float32(device):
     module = mha_tt.MultiHeadAttention(
         AttentionSpec(8, 2, dropout=0.5), device=device, dtype=ttnn.float32
     )
-    with refuses_type("the module", dtype=...):
+    with rejects_type("the module", dtype=...):
         module(x)
 
 

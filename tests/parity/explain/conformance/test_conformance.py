@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from helpers.refusals import Misuse, refuses
+from helpers.input_errors import Misuse, rejects
 from helpers.samples import sample
 
 import mha_torch
@@ -644,23 +644,23 @@ def misspelt(query, key, value):
 
 
 @pytest.mark.parametrize(
-    ("target", "refusal"),
+    ("target", "input_error"),
     [
         (
             transposed,
-            refuses("transposed", "the output is of shape (2, 4, 8, 5), not (2, 4, 5, 8)"),
+            rejects("transposed", "the output is of shape (2, 4, 8, 5), not (2, 4, 5, 8)"),
         ),
-        (rounded, refuses("rounded", "the output is of dtype int32, which is not floating point")),
-        (nothing, refuses("nothing", "the output is not an array but NoneType")),
+        (rounded, rejects("rounded", "the output is of dtype int32, which is not floating point")),
+        (nothing, rejects("nothing", "the output is not an array but NoneType")),
         (
             misspelt,
-            refuses("misspelt", "NameError: name 'scaled_dot_product_atention' is not defined"),
+            rejects("misspelt", "NameError: name 'scaled_dot_product_atention' is not defined"),
         ),
     ],
 )
-def test_invalid_output_raises_an_error(target, refusal):
+def test_invalid_output_raises_an_error(target, input_error):
     """A wrong shape or dtype, no output, or a `NameError` raises an error that names it."""
-    with refusal:
+    with input_error:
         examine(target, framework="torch", axes="BNTH")
 
 
@@ -758,7 +758,7 @@ def test_unknown_mask_name_must_be_declared():
             query, key, value, attn_mask=may_look, scale=scale
         )
 
-    with refuses("mask_name", "may_look=None"):
+    with rejects("mask_name", "may_look=None"):
         examine(attention, ["mask"], framework="torch")
     found = examine(attention, ["mask"], framework="torch", mask_name="may_look")
     assert found["mask"].words == "True shows; floats added"
@@ -771,7 +771,7 @@ def test_mask_in_keywords_must_be_declared():
     def attention(query, key, value, **options):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
 
-    with refuses("mask_name", "**options"):
+    with rejects("mask_name", "**options"):
         examine(attention, ["mask"], framework="torch")
     assert examine(attention, ["mask"], framework="torch", mask_name="attn_mask")[
         "mask"
@@ -835,7 +835,7 @@ def test_failing_plain_call_raises():
     def attention(query, key, value):
         raise RuntimeError("not today")
 
-    with refuses("….<locals>.attention", "RuntimeError: not today"):
+    with rejects("….<locals>.attention", "RuntimeError: not today"):
         examine(attention, framework="torch")
 
 
@@ -1027,11 +1027,11 @@ def test_false_declaration_exits_with_1(capsys):
 
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
-    ("arguments", "refusal"),
+    ("arguments", "input_error"),
     [
-        ([], refuses("PKG.MODULE:CALLABLE or --libraries")),
-        (["own_attention:attention", "--libraries"], refuses("PKG.MODULE:CALLABLE or --libraries")),
-        (["own_attention"], refuses("the subject", "'own_attention'")),
+        ([], rejects("PKG.MODULE:CALLABLE or --libraries")),
+        (["own_attention:attention", "--libraries"], rejects("PKG.MODULE:CALLABLE or --libraries")),
+        (["own_attention"], rejects("the subject", "'own_attention'")),
         (
             ["no_such_module:attention"],
             Misuse("cannot import 'no_such_module': No module named 'no_such_module'"),
@@ -1041,38 +1041,38 @@ def test_false_declaration_exits_with_1(capsys):
             Misuse("cannot import 'own_broken': ZeroDivisionError: division by zero"),
         ),
         (["own_attention:nothing"], Misuse("module 'own_attention' has no 'nothing'")),
-        (["own_attention:number"], refuses("the subject", "int for 'own_attention:number'")),
-        (["own_attention:Wide"], refuses("a class", "own_attention:Wide(width)")),
-        (["own_attention:attention", "--mask-name", "masque"], refuses("mask", mask="masque")),
+        (["own_attention:number"], rejects("the subject", "int for 'own_attention:number'")),
+        (["own_attention:Wide"], rejects("a class", "own_attention:Wide(width)")),
+        (["own_attention:attention", "--mask-name", "masque"], rejects("mask", mask="masque")),
         (
             ["own_attention:attention", "--axes", "BTE", "--d-model", "0"],
-            refuses("--d-model", {"--d-model": 0}),
+            rejects("--d-model", {"--d-model": 0}),
         ),
         (
             ["own_attention:attention", "--checks", "colour"],
-            refuses("--checks", {"--checks": "colour"}),
+            rejects("--checks", {"--checks": "colour"}),
         ),
         (
             ["own_attention:attention", "--checks", "masked keys"],
-            refuses("--checks", {"--checks": "masked keys"}, hint="masked key"),
+            rejects("--checks", {"--checks": "masked keys"}, hint="masked key"),
         ),
         (
             ["own_attention:attention", "--dtypes", "int8"],
-            refuses("--dtypes", {"--dtypes": "int8"}),
+            rejects("--dtypes", {"--dtypes": "int8"}),
         ),
         (["own_attention:attention", "--only", "keras*"], Misuse("--only requires --libraries")),
-        (["--libraries", "--only", "tensorflow*"], refuses("--only", {"--only": "tensorflow*"})),
+        (["--libraries", "--only", "tensorflow*"], rejects("--only", {"--only": "tensorflow*"})),
         (
             ["--libraries", "--mask-true", "hides"],
             Misuse("--libraries cannot be combined with --mask-true"),
         ),
     ],
 )
-def test_bad_usage_prints_one_line(capsys, arguments, refusal):
+def test_bad_usage_prints_one_line(capsys, arguments, input_error):
     """Bad usage exits with 2 and prints one line of error and no output."""
     assert main(["conformance", *arguments]) == 2
     captured = capsys.readouterr()
-    assert refusal.is_printed_in(captured.err)
+    assert input_error.is_printed_in(captured.err)
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 

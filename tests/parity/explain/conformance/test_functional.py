@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers.refusals import Misuse, refuses
+from helpers.input_errors import Misuse, rejects
 
 import parity
 from mha_spec import AttentionSpec, InputError
@@ -263,7 +263,7 @@ def test_conformance_accepts_params(own, capsys):
         "float32",
     ]
     assert main(arguments) == 2
-    assert refuses("--params", remedy={"--params": ...}).is_printed_in(capsys.readouterr().err)
+    assert rejects("--params", remedy={"--params": ...}).is_printed_in(capsys.readouterr().err)
     assert main([*arguments, "--params", "mine_functional:params", "--json", "found.json"]) == 0
     (subject,) = json.loads((own / "found.json").read_text())["subjects"]
     assert [answer["words"] for answer in subject["answers"]] == ["to all tokens"]
@@ -296,8 +296,8 @@ def test_diagnose_accepts_params(own, capsys):
     )
     arguments = ["diagnose", "mine_functional:named", "--weights", "w.safetensors", "--no-causal"]
     assert main(arguments) == 2
-    refusal = refuses("the function", "KeyError: ", hint="has q_proj.weight, k_proj.weight")
-    assert refusal.is_printed_in(capsys.readouterr().err)
+    input_error = rejects("the function", "KeyError: ", hint="has q_proj.weight, k_proj.weight")
+    assert input_error.is_printed_in(capsys.readouterr().err)
     assert main([*arguments, "--params", "mine_functional:NAMED"]) == 0
     assert (
         main(["diagnose", "w.safetensors", "w.safetensors", "--params", "mine_functional:NAMED"])

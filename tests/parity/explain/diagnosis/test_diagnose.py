@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.diagnoses import named_bugs
+from helpers.input_errors import Misuse, rejects
 from helpers.llama_folder import make_model
-from helpers.refusals import Misuse, refuses
 from helpers.samples import sample
 from helpers.selection import one_a_code
 
@@ -872,11 +872,11 @@ def test_torch_tensors_are_accepted():
 
 def test_unknown_stage_names_raise():
     """Observed stages without a known name raise an error."""
-    with refuses("observed", "['logits']", hint="did you mean scores?"):
+    with rejects("observed", "['logits']", hint="did you mean scores?"):
         diagnose({"logits": np.ones(3)}, make_problem(CASES["full"], "float32"))
-    with refuses("observed", "['oputput', 'queries']", hint="queries: did you mean q?"):
+    with rejects("observed", "['oputput', 'queries']", hint="queries: did you mean q?"):
         diagnose(dict.fromkeys(("queries", "oputput"), np.ones(3)), make_problem("full", "float32"))
-    with refuses("observed", "['step1.keys']", hint="did you mean step1.k?"):
+    with rejects("observed", "['step1.keys']", hint="did you mean step1.k?"):
         diagnose({"step1.keys": np.ones(3)}, make_problem("decode", "float32"))
 
 
@@ -1079,12 +1079,12 @@ def test_weight_files_have_no_page(folder, capsys):
     assert (
         main(["diagnose", "layer.safetensors", "swapped.safetensors", "--html", "page.html"]) == 2
     )
-    assert refuses("--html").is_printed_in(capsys.readouterr().err)
+    assert rejects("--html").is_printed_in(capsys.readouterr().err)
     assert not (folder / "page.html").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "refusal"),
+    ("arguments", "input_error"),
     [
         (
             ["a_port:right"],
@@ -1102,54 +1102,54 @@ def test_weight_files_have_no_page(folder, capsys):
         ),
         (
             ["a_port:misnamed", "--weights", "layer.safetensors"],
-            refuses("the function's result", "['logits']", hint="did you mean scores?"),
+            rejects("the function's result", "['logits']", hint="did you mean scores?"),
         ),
         (
             ["a_port:unknown", "--weights", "layer.safetensors"],
-            refuses("the function's result", "['first']", hint="its stages are mask, q, k, v, "),
+            rejects("the function's result", "['first']", hint="its stages are mask, q, k, v, "),
         ),
         (
             ["a_port:on_meta", "--weights", "layer.safetensors"],
-            refuses("the function's result['output']", "on the meta device"),
+            rejects("the function's result['output']", "on the meta device"),
         ),
         (
             ["a_port:coo", "--weights", "layer.safetensors"],
-            refuses("the function's result['output']", "torch.sparse_coo"),
+            rejects("the function's result['output']", "torch.sparse_coo"),
         ),
         (
             ["a_port:a_coroutine", "--weights", "layer.safetensors"],
-            refuses("the subject", "an async function for 'a_port:a_coroutine'"),
+            rejects("the subject", "an async function for 'a_port:a_coroutine'"),
         ),
         (
             ["a_port:of_coroutine", "--weights", "layer.safetensors"],
-            refuses("the function", "a coroutine of an async function"),
+            rejects("the function", "a coroutine of an async function"),
         ),
-        (["."], refuses("INPUT", ".", hint="--model is the folder of its model")),
+        (["."], rejects("INPUT", ".", hint="--model is the folder of its model")),
         (
             ["a_port:a_list", "--weights", "layer.safetensors"],
-            refuses("the function", "output: list"),
+            rejects("the function", "output: list"),
         ),
         (
             ["no_such.safetensors", "--model", "layer.safetensors"],
-            refuses("INPUT", "no_such.safetensors, which does not exist"),
+            rejects("INPUT", "no_such.safetensors, which does not exist"),
         ),
         (
             ["a_port:raises", "--weights", "layer.safetensors"],
-            refuses("the function", "KeyError: 'wo', in raises (a_port.py, line "),
+            rejects("the function", "KeyError: 'wo', in raises (a_port.py, line "),
         ),
-        (["layer.safetensors"] * 3, refuses("INPUT", "layer.safetensors layer.safetensors")),
-        (["layer.safetensors"], refuses("INPUT", "layer.safetensors")),
+        (["layer.safetensors"] * 3, rejects("INPUT", "layer.safetensors layer.safetensors")),
+        (["layer.safetensors"], rejects("INPUT", "layer.safetensors")),
         (
             ["layer.safetensors", "swapped.safetensors", "--no-causal"],
             Misuse("--causal requires MODULE:FUNCTION"),
         ),
     ],
 )
-def test_invalid_inputs_exit_with_2(folder, capsys, arguments, refusal):
+def test_invalid_inputs_exit_with_2(folder, capsys, arguments, input_error):
     """Inputs that cannot be diagnosed exit with 2 and one line that names the argument."""
     assert main(["diagnose", *arguments]) == 2
     error = capsys.readouterr().err
-    assert refusal.is_printed_in(error)
+    assert input_error.is_printed_in(error)
     assert error.count("\n") == 1
 
 
@@ -1279,7 +1279,7 @@ def test_own_layer_gets_weights_of_model(own_layer, capsys):
 
 def test_own_layer_options_are_checked(own_layer, capsys):
     """Options that a layer of the user cannot have exit with 2 and one line that names them."""
-    refusals = {
+    input_errors = {
         "layer --model model": "missing option --layer: model has layers 0 to 1;",
         "layer --model model --layer 2": "--layer",
         "layer --model model --layer 0 --names flax.nxn": "--names",
@@ -1295,7 +1295,7 @@ def test_own_layer_options_are_checked(own_layer, capsys):
         "rotated --model model --layer 0 --names model": "--names",
         "without_cache --model model --layer 0 --chunks 2,1": "the function",
     }
-    for words, argument in refusals.items():
+    for words, argument in input_errors.items():
         assert main(["diagnose", *f"an_own_layer:{words}".split()]) == 2, words
         printed = capsys.readouterr()
         assert printed.err.startswith(f"mha-parity: error: {argument}"), words
@@ -1315,7 +1315,7 @@ def test_observe_passes_shared_kv(folder):
         Case("probe", AttentionSpec(32, 4, num_kv_heads=2, shared_kv=True), "probe"), "float32"
     )
     assert observe(lambda x, k, v: {"k": k, "v": v}, sharing, "torch")["v"].shape == (2, 2, 5, 8)
-    with refuses("shared_kv", shared_kv=True):
+    with rejects("shared_kv", shared_kv=True):
         attention_for(sharing.weights, sharing.spec, sharing.inputs["query"])
 
 
@@ -1369,7 +1369,7 @@ def test_traces_of_two_problems_exit_2(tmp_path, capsys):
     run_cases([CASES["full"], CASES["causal"]], ["torch"], traces=tmp_path)
     traces = [str(path) for path in sorted(tmp_path.iterdir())]
     assert main(["diagnose", *traces]) == 2
-    assert refuses("traces", " ".join(traces)).is_printed_in(capsys.readouterr().err)
+    assert rejects("traces", " ".join(traces)).is_printed_in(capsys.readouterr().err)
 
 
 def test_failed_run_has_a_diagnosis(capsys, tmp_path):

@@ -9,7 +9,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -853,9 +853,9 @@ def test_bias_in_one_file_is_zeros_or_pattern(files, is_first, capsys):
 def test_comparing_other_layers_raises():
     """Weights of different specifications, or with a missing name, raise an error."""
     weights = random_weights(PLAIN)
-    with refuses("the layers", "soft_cap=None and 3.0"):
+    with rejects("the layers", "soft_cap=None and 3.0"):
         compare_weights(weights, PLAIN, weights, replace(PLAIN, soft_cap=3.0))
-    with refuses("weights", missing=["q_proj.bias"], unexpected=[]):
+    with rejects("weights", missing=["q_proj.bias"], unexpected=[]):
         compare_weights(
             weights, PLAIN, {name: x for name, x in weights.items() if name != "q_proj.bias"}, PLAIN
         )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -861,7 +861,7 @@ def test_expected_nan_hides_no_pattern():
 
 def test_unequal_shapes_raise():
     """Describing arrays of different shapes raises an error."""
-    with refuses("actual", actual=(3,)):
+    with rejects("actual", actual=(3,)):
         describe("q", np.zeros(3), np.zeros(2), ALLOWED)
 
 

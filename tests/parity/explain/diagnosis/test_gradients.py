@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from wild.rates import Job, grade_of, verdict_on
 from wild.sets import BUGS, RIGHTS, TRAINING
@@ -194,10 +194,10 @@ def test_unknown_names_raise():
         {"output": output, "gate": output},
         {},
     ):
-        with refuses("observed"):
+        with rejects("observed"):
             parity.diagnose(observed, problem)
     cached = replace(PLAIN, chunks=(4, 4), capacity=8)
-    with refuses("observed"):
+    with rejects("observed"):
         parity.diagnose({"grad.query": output}, parity.make_problem(cached, "float32"))
 
 

@@ -5,7 +5,7 @@ from importlib import metadata
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 
 import parity
 from parity.explain.diagnosis.bugs import bugs_for, edited_layer, registry
@@ -113,7 +113,7 @@ def test_page_is_printed(capsys):
 )
 def test_invalid_bug_is_rejected(changed, argument):
     """Invalid names, texts and stages raise an error that names them, and register nothing."""
-    with refuses(argument, str(changed[argument])):
+    with rejects(argument, str(changed[argument])):
         register(**changed)
     assert not registry.OWN_BUGS
 
@@ -129,7 +129,7 @@ def test_invalid_bug_is_rejected(changed, argument):
 )
 def test_wrong_types_are_rejected(changed, argument):
     """Arguments of the wrong type raise a TypeError, and register nothing."""
-    with refuses_type(argument):
+    with rejects_type(argument):
         register(**changed)
     assert not registry.OWN_BUGS
 

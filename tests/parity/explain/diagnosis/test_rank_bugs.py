@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.input_errors import rejects
 from helpers.ranks import SPEC, computed, cut, of_heads, of_tokens, problem_of
-from helpers.refusals import refuses
 
 import mha_torch
 import parity
@@ -211,7 +211,7 @@ def test_unequal_shared_heads_raise():
     """Unsharding raises an error if ranks that share a key/value head differ in its k."""
     ranks = of_heads(problem_of(SPEC), 4)
     ranks[1]["k"] = ranks[1]["k"] + 1.0
-    with refuses("k", "different values on rank 0"):
+    with rejects("k", "different values on rank 0"):
         parity.unshard_stages(ranks, SPEC, ShardPlan(4))
 
 
@@ -219,9 +219,9 @@ def test_invalid_rank_arguments_raise():
     """Missing ranks, a call without tensor or tokens, and unsharding of gradients raise errors."""
     problem = problem_of(SPEC)
     ranks = of_heads(problem, 4)
-    with refuses("observed", "3 of 4"):
+    with rejects("observed", "3 of 4"):
         parity.diagnose_ranks(ranks[:3], problem, tensor=4)
-    with refuses("either tensor or tokens", tensor=1, tokens=1):
+    with rejects("either tensor or tokens", tensor=1, tokens=1):
         parity.diagnose_ranks(ranks, problem)
-    with refuses("stages", stages="grad.query"):
+    with rejects("stages", stages="grad.query"):
         parity.unshard_stages([{"grad.query": np.ones(3)}] * 4, SPEC, ShardPlan(4))

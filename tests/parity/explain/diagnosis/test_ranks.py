@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.input_errors import Misuse, rejects
 from helpers.ranks import SPEC, computed, cut, of_heads, of_tokens, problem_of
-from helpers.refusals import Misuse, refuses
 
 import parity
 from parity.measure.core.weights import save_tensors, save_weights
@@ -81,13 +81,13 @@ def test_ranks_of_a_case_need_no_weights(write, capsys):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "which", "more", "refusal"),
+    ("ranks", "which", "more", "input_error"),
     [
-        ("tensor=4", [0, 1, 3], [], refuses("--mesh tensor=4", "3: ")),
-        ("tensor=4", [0, 1, 1, 3], [], refuses("each rank", "rank1")),
-        ("tensor=4", [0, 2, 1, 3], [], refuses("files", "rank2")),
-        ("heads=4", [0], [], refuses("--mesh", {"--mesh": "heads=4"})),
-        ("tensor=1", [0], [], refuses("--mesh", {"--mesh": "tensor=1"})),
+        ("tensor=4", [0, 1, 3], [], rejects("--mesh tensor=4", "3: ")),
+        ("tensor=4", [0, 1, 1, 3], [], rejects("each rank", "rank1")),
+        ("tensor=4", [0, 2, 1, 3], [], rejects("files", "rank2")),
+        ("heads=4", [0], [], rejects("--mesh", {"--mesh": "heads=4"})),
+        ("tensor=1", [0], [], rejects("--mesh", {"--mesh": "tensor=1"})),
         (
             "tensor=4",
             [0, 1, 2, 3],
@@ -103,14 +103,14 @@ def test_ranks_of_a_case_need_no_weights(write, capsys):
         (None, [0], ["--case", "gqa"], Misuse("--case requires --mesh")),
     ],
 )
-def test_bad_mesh_arguments_exit_with_2(ranks, which, more, refusal, write, layer, capsys):
+def test_bad_mesh_arguments_exit_with_2(ranks, which, more, input_error, write, layer, capsys):
     """Missing, repeated or misordered files and conflicting options exit with 2 and one line."""
     weights, problem = layer
     paths = write(of_heads(problem, 4), query=problem.inputs["query"])
     divided = ["--mesh", ranks, "--weights", weights] if ranks else []
     assert main(["diagnose", *divided, *more, *(paths[rank] for rank in which)]) == 2
     said = capsys.readouterr().err
-    assert refusal.is_printed_in(said)
+    assert input_error.is_printed_in(said)
     assert said.count("\n") == 1
 
 
@@ -120,33 +120,33 @@ def test_bad_rank_files_exit_with_2(write, layer, capsys):
     query, ranks = problem.inputs["query"], of_heads(problem, 2)
     with_weights = ["diagnose", "--mesh", "tensor=2", "--weights", weights]
 
-    def check(refusal, ranks, command=with_weights, **beside):
+    def check(input_error, ranks, command=with_weights, **beside):
         assert main([*command, *write(ranks, **beside)]) == 2
-        assert refusal.is_printed_in(capsys.readouterr().err)
+        assert input_error.is_printed_in(capsys.readouterr().err)
 
-    check(refuses("query", "none in"), ranks)
+    check(rejects("query", "none in"), ranks)
     check(
-        refuses("query", "different"),
+        rejects("query", "different"),
         [stages | {"query": query + rank} for rank, stages in enumerate(ranks)],
     )
-    check(refuses("query", {"query.shape": (2, 8, 8)}), ranks, query=query[..., :8])
-    check(refuses("query", "[(8, 32), (8, 32)]"), ranks, query=query[0])
-    check(refuses("…rank0.safetensors", "out"), [{"out": ranks[0]["output"]}] * 2, query=query)
-    check(refuses("…rank0.safetensors", "query"), [{}, {}], query=query)
+    check(rejects("query", {"query.shape": (2, 8, 8)}), ranks, query=query[..., :8])
+    check(rejects("query", "[(8, 32), (8, 32)]"), ranks, query=query[0])
+    check(rejects("…rank0.safetensors", "out"), [{"out": ranks[0]["output"]}] * 2, query=query)
+    check(rejects("…rank0.safetensors", "query"), [{}, {}], query=query)
     check(
-        refuses("…", "grad.query"),
+        rejects("…", "grad.query"),
         [stages | {"grad.query": query} for stages in ranks],
         query=query,
     )
     of_case = ["diagnose", "--mesh", "tensor=2"]
     check(Misuse("--mesh requires --weights or --case"), ranks, of_case)
-    check(refuses("--case", {"--case": "none"}), ranks, [*of_case, "--case", "none"])
+    check(rejects("--case", {"--case": "none"}), ranks, [*of_case, "--case", "none"])
     check(Misuse("--causal requires --weights"), ranks, [*of_case, "--case", "gqa", "--no-causal"])
-    check(refuses("problem", "decode"), ranks, [*of_case, "--case", "decode"])
+    check(rejects("problem", "decode"), ranks, [*of_case, "--case", "decode"])
 
 
 def test_rank_without_known_stage_raises():
     """`diagnose_ranks` raises an error if a rank has no stage that it can compare."""
     problem = problem_of(replace(SPEC, gate=None))
-    with refuses("observed", "['out'] of rank 1"):
+    with rejects("observed", "['out'] of rank 1"):
         parity.diagnose_ranks([{"output": np.ones(1)}, {"out": np.ones(1)}], problem, tensor=2)

@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 import parity
@@ -509,7 +509,7 @@ def test_command_reports_assumed_causality(tmp_path, monkeypatch, capsys):
         words = "with --no-causal, known bugs explain every difference: out_proj-transposed"
         assert (words in capsys.readouterr().out) == (name == "transposed")
     assert main(["diagnose", "port:Encoder", *told[2:]]) == 2
-    assert refuses("port:Encoder", "class").is_printed_in(capsys.readouterr().err)
+    assert rejects("port:Encoder", "class").is_printed_in(capsys.readouterr().err)
 
 
 @sample(name=["rope-gqa", "latent-yarn", "gate"])

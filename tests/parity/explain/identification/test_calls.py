@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.small_models import inputs_of, small_model
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
@@ -120,7 +120,7 @@ def test_positions_in_patches_are_identified():
 
 def test_float64_model_raises():
     """A model in float64 raises an error that names `model`."""
-    with refuses("model"):
+    with rejects("model"):
         identify(small_model("llama").double(), inputs_of("llama"))
 
 

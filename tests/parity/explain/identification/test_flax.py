@@ -20,7 +20,7 @@ from helpers.flax_layers import (
     PackedAttention,
     tokens_of,
 )
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 from mha_spec import Alibi, AttentionSpec, Gate, Norm, Rope
@@ -88,7 +88,7 @@ def test_bound_linen_attention_is_identified():
     identified, with paths such as `value/bias`.
     """
     block, inputs = flax_layers.LinenBlock(), {"x": array(2, 10, 32), "mask": CAUSAL}
-    with refuses("model", "unbound LinenBlock"):
+    with rejects("model", "unbound LinenBlock"):
         identify(block, inputs)
     bound = block.bind(block.init(jax.random.key(0), **inputs))
     (layer,) = identified(bound, inputs, layers="*MultiHeadDotProduct*")
@@ -270,11 +270,11 @@ def test_unsupported_flax_model_raises():
     """
     inputs, model = {"x": array(2, 10, 32)}, Dropping()
     model.train()
-    with refuses("model", "random numbers"):
+    with rejects("model", "random numbers"):
         identify(model, inputs)
-    with refuses("model", "bool"):
+    with rejects("model", "bool"):
         identify(Deciding(), inputs)
-    with refuses("model", "none"):
+    with rejects("model", "none"):
         identify(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), {"inputs": inputs["x"]})
     model.eval()
     identified(model, inputs)

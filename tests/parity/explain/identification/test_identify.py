@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.small_models import WITHOUT_RULES, in_attention, inputs_of, small_model
 from torch import nn
@@ -181,11 +181,11 @@ def test_layer_without_softmax_is_rejected():
 
 def test_invalid_model_or_inputs_raise():
     """A string, a model in training mode, and inputs with a cache raise errors."""
-    with refuses_type("model"):
+    with rejects_type("model"):
         identify("llama", {})
-    with refuses("model", {"training": True}):
+    with rejects("model", {"training": True}):
         identify(small_model("llama").train(), inputs_of("llama"))
-    with refuses("inputs", "past_key_values"):
+    with rejects("inputs", "past_key_values"):
         identify(small_model("llama"), {**inputs_of("llama"), "past_key_values": object()})
 
 

@@ -188,9 +188,9 @@ def test_changing_input_is_rejected():
 
     layer.v_proj.register_forward_pre_hook(exchange)
     layer.q_proj.register_forward_pre_hook(lambda module, args: recorded.update(q=args[0]))
-    (refused,) = (each for each in identify(model, inputs) if each.name == "self_attn")
-    assert refused.spec is None
-    assert "be what they were with fresh inputs" in refused.reason
+    (rejected,) = (each for each in identify(model, inputs) if each.name == "self_attn")
+    assert rejected.spec is None
+    assert "be what they were with fresh inputs" in rejected.reason
 
 
 def test_added_residual_is_reported():

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -604,25 +604,25 @@ def test_unsuitable_tests_exit_with_2(project, capsys, tmp_path, tests, got):
     (tmp_path / "mine" / "attention.py").write_text(UNCALLED)
     status, _ = project(tests, "--only", "scale-missing", "--framework", "torch")
     assert status == 2
-    assert refuses("the tests", got).is_printed_in(capsys.readouterr().err)
+    assert rejects("the tests", got).is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
-    ("options", "refusal"),
+    ("options", "input_error"),
     [
-        (("--only", "nonsense"), refuses("--only", {"--only": "nonsense"})),
-        (("--only", "padding*"), refuses("--only", "padding-ignored: ")),
-        (("--jobs", "0"), refuses("--jobs", {"--jobs": 0})),
-        (("--timeout", "0"), refuses("--timeout", {"--timeout": 0.0})),
-        (("--mask-true", "hides"), refuses("--mask-true", {"--mask-true": "hides"}, hint="shows")),
-        (("--mask-name", "veil"), refuses("mask", mask="veil")),
+        (("--only", "nonsense"), rejects("--only", {"--only": "nonsense"})),
+        (("--only", "padding*"), rejects("--only", "padding-ignored: ")),
+        (("--jobs", "0"), rejects("--jobs", {"--jobs": 0})),
+        (("--timeout", "0"), rejects("--timeout", {"--timeout": 0.0})),
+        (("--mask-true", "hides"), rejects("--mask-true", {"--mask-true": "hides"}, hint="shows")),
+        (("--mask-name", "veil"), rejects("mask", mask="veil")),
     ],
 )
-def test_bad_usage_exits_before_tests(project, capsys, options, refusal):
+def test_bad_usage_exits_before_tests(project, capsys, options, input_error):
     """Wrong options exit with 2 before the command of the tests, which does not exist, is run."""
     status, _ = project("", *options, command=("no-such-command",))
     assert status == 2
-    assert refusal.is_printed_in(capsys.readouterr().err)
+    assert input_error.is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -635,7 +635,7 @@ def test_no_applicable_bug_exits_with_2(project, capsys, monkeypatch, options, a
         lambda view: ([], {"mask-ignored": "it has no mask"}),
     )
     assert project("", *options, command=("no-such-command",))[0] == 2
-    assert refuses(argument, "mask-ignored: it has no mask").is_printed_in(capsys.readouterr().err)
+    assert rejects(argument, "mask-ignored: it has no mask").is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.costly("starts a command that is not there")
@@ -884,4 +884,4 @@ def test_impossible_bugs_are_not_test_gaps(project, capsys):
     }
     status, _ = project(tests, "--only", "out_proj-*", command=command, target=target)
     assert status == 2
-    assert refuses("--only", "out_proj-transposed: ").is_printed_in(capsys.readouterr().err)
+    assert rejects("--only", "out_proj-transposed: ").is_printed_in(capsys.readouterr().err)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import open_layers
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from helpers.written import (
     LENGTH_DEPENDENT,
@@ -358,7 +358,7 @@ def test_impossible_call_raises(call, argument):
     """An unknown cache, and a mask, bidirectional or cross-
     attention with one or with RoPE, raise an error.
     """
-    with refuses(argument, ""):
+    with rejects(argument, ""):
         source_of(LLAMA, "torch", **call)
 
 
@@ -366,16 +366,16 @@ def test_layer_that_cannot_be_written_raises():
     """An unknown framework, and layers that do not fit their
     call, raise errors that name the argument.
     """
-    with refuses("framework", {"framework": "tensorflow"}):
+    with rejects("framework", {"framework": "tensorflow"}):
         source_of(LLAMA, "tensorflow")
-    with refuses("is_cross", {"d_in": 20, "d_kv": 24}):
+    with rejects("is_cross", {"d_in": 20, "d_kv": 24}):
         source_of(AttentionSpec(32, 4, d_in=20, d_kv=24), "torch")
-    with refuses("has_positions", {"has_positions": True}):
+    with rejects("has_positions", {"has_positions": True}):
         source_of(AttentionSpec(32, 4), "torch", has_positions=True)
-    with refuses("is_cross", {"is_cross": True}):
+    with rejects("is_cross", {"is_cross": True}):
         source_of(AttentionSpec(32, 4, shared_kv=True), "torch", is_cross=True)
     for with_trace in (False, True):
-        with refuses("cache", {"cache": "static"}):
+        with rejects("cache", {"cache": "static"}):
             check_of(
                 "written",
                 AttentionSpec(32, 4, shared_kv=True),

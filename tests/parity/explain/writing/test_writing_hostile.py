@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from helpers.written import module_of, nested
 from safetensors.numpy import save_file
@@ -441,7 +441,7 @@ def test_literal_is_text_in_printable_ascii():
 def test_name_outside_of_keys_raises(source):
     """A name outside of a key of `tensors`, or a wrong key, raises an error."""
     check_keys('x = tensors["a"]\n', "x = tensors[0]\n", ["a"])
-    with refuses("a written module", ""):
+    with rejects("a written module", ""):
         check_keys(source, "x = tensors[0]\n", ["a"])
 
 
@@ -466,7 +466,7 @@ def test_private_template_expression_raises(text):
     """Private attributes, methods, formatting and other syntax in
     expressions of a template raise an error.
     """
-    with refuses("a template", ""):
+    with rejects("a template", ""):
         value_of(ast.parse(text, mode="eval").body, {"spec": SPEC, **FUNCTIONS})
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import DATA
 from helpers.diagnoses import named_bugs
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -197,7 +197,7 @@ def test_card_budget_of_exact_reference(rng):
 
 def test_unknown_arithmetic_raises():
     """An unknown arithmetic raises an error with its name."""
-    with refuses("arithmetic", arithmetic="abacus"):
+    with rejects("arithmetic", arithmetic="abacus"):
         reference.steps(make_problem(CASES["textbook"], "float32"), "float32", "abacus")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.tensors import same_array
 
@@ -101,13 +101,13 @@ def test_flax_variable_is_an_array():
 )
 def test_values_of_other_types_raise(wrong):
     """Values that are not arrays, and meta or sparse tensors, raise an error about the type."""
-    with refuses_type("a…"):
+    with rejects_type("a…"):
         parity.to_numpy(wrong)
 
 
 def test_jax_tracer_raises():
     """A tracer of jax.jit raises an error about the type."""
-    with refuses_type("an array", "DynamicJaxprTracer"):
+    with rejects_type("an array", "DynamicJaxprTracer"):
         jax.jit(parity.to_numpy)(jnp.ones(2))
 
 
@@ -121,11 +121,11 @@ def test_nested_names_are_joined_by_dots():
             "q_proj.kernel": (2, 3),
             "v_proj.bias": (2,),
         }
-    with refuses("names", "a.b twice"):
+    with rejects("names", "a.b twice"):
         to_numpy_by_name({"a": {"b": np.ones(1)}, "a.b": np.ones(1)})
-    with refuses_type("a.b", "list"):
+    with rejects_type("a.b", "list"):
         to_numpy_by_name({"a": {"b": [1.0]}})
-    with refuses_type("weights", "list"):
+    with rejects_type("weights", "list"):
         to_numpy_by_name([np.ones(1)])
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 import parity.measure.backends
@@ -463,7 +463,7 @@ def test_later_stages_are_not_culprits(sibling, monkeypatch):
 
 def test_unknown_backend_raises():
     """An unknown backend raises an error with its name."""
-    with refuses("backend", backend="numpy"):
+    with rejects("backend", backend="numpy"):
         parity.measure.backends.load_backend("numpy")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 
 from mha_spec import AttentionSpec
@@ -112,31 +112,31 @@ def test_case_fails_without_its_feature(case, spec):
 
 
 INVALID_CASES = [
-    ({"chunks": (3, 1)}, refuses("seq_len", seq_len=5)),
-    ({"new_lengths": ((1, 2),)}, refuses("new_lengths")),
-    ({"key_padding_lengths": (1,)}, refuses("key_padding_lengths")),
-    ({"seq_len": 4, "chunks": (3, 1), "new_lengths": ((3, 1),)}, refuses("new_lengths")),
-    ({"dtype": "f32"}, refuses("dtype", dtype="f32")),
-    ({"batch": 0}, refuses("batch", batch=0)),
-    ({"seq_len": -1}, refuses("seq_len", seq_len=-1)),
-    ({"seq_len": 2.0}, refuses_type("seq_len", seq_len=2.0)),
-    ({"seq_len_k": 0}, refuses("seq_len_k", seq_len_k=0)),
-    ({"window_size": 0}, refuses("window_size", window_size=0)),
-    ({"first_position": -1}, refuses("first_position", first_position=-1)),
-    ({"key_padding_lengths": (0, 6)}, refuses("key_padding_lengths")),
-    ({"chunks": (5, 0), "capacity": 5}, refuses("chunks", chunks=0)),
-    ({"chunks": (3, 2), "capacity": 4}, refuses("capacity", capacity=4)),
+    ({"chunks": (3, 1)}, rejects("seq_len", seq_len=5)),
+    ({"new_lengths": ((1, 2),)}, rejects("new_lengths")),
+    ({"key_padding_lengths": (1,)}, rejects("key_padding_lengths")),
+    ({"seq_len": 4, "chunks": (3, 1), "new_lengths": ((3, 1),)}, rejects("new_lengths")),
+    ({"dtype": "f32"}, rejects("dtype", dtype="f32")),
+    ({"batch": 0}, rejects("batch", batch=0)),
+    ({"seq_len": -1}, rejects("seq_len", seq_len=-1)),
+    ({"seq_len": 2.0}, rejects_type("seq_len", seq_len=2.0)),
+    ({"seq_len_k": 0}, rejects("seq_len_k", seq_len_k=0)),
+    ({"window_size": 0}, rejects("window_size", window_size=0)),
+    ({"first_position": -1}, rejects("first_position", first_position=-1)),
+    ({"key_padding_lengths": (0, 6)}, rejects("key_padding_lengths")),
+    ({"chunks": (5, 0), "capacity": 5}, rejects("chunks", chunks=0)),
+    ({"chunks": (3, 2), "capacity": 4}, rejects("capacity", capacity=4)),
     (
         {"chunks": (3, 2), "capacity": 8, "new_lengths": ((3, 4), (1, 1))},
-        refuses("new_lengths"),
+        rejects("new_lengths"),
     ),
-    ({"gain": float("nan")}, refuses("gain")),
-    ({"not_finite": "inf"}, refuses("not_finite", not_finite="inf")),
+    ({"gain": float("nan")}, rejects("gain")),
+    ({"not_finite": "inf"}, rejects("not_finite", not_finite="inf")),
 ]
 
 
 def test_invalid_case_raises(subtests):
     """Inconsistent lengths, impossible sizes and unknown values raise an error that names the field."""
-    for case_fields, refusal in INVALID_CASES:
-        with subtests.test(str(refusal), fields=case_fields), refusal:
+    for case_fields, input_error in INVALID_CASES:
+        with subtests.test(str(input_error), fields=case_fields), input_error:
             Case("own", AttentionSpec(8, 2), "", **case_fields)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses_type
+from helpers.input_errors import rejects_type
 
 import parity
 from mha_spec import (
@@ -128,7 +128,7 @@ def test_far_boundaries_need_few_tokens():
     # A number of tokens that is fixed leaves positions to choose.
     short = Case("short", PLAIN.replace(window_size=5), "", seq_len=4, is_causal=True)
     assert more_cases(short, ["float32"], with_more_tokens=False) == []
-    with refuses_type("case"):
+    with rejects_type("case"):
         make_problem(12, "float32")  # pyright: ignore[reportArgumentType]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.input_errors import rejects, rejects_type
 from helpers.quantized import rotated
-from helpers.refusals import refuses, refuses_type
 
 import parity
 from mha_spec import AttentionSpec, Rope
@@ -208,30 +208,30 @@ def test_implementations_take_own_arrays():
 
 def test_bad_user_arrays_raise():
     """Arrays of other types and shapes raise one clear error each."""
-    with refuses_type("mask"):
+    with rejects_type("mask"):
         Case("", SPEC, "", mask=[[True]])  # pyright: ignore[reportArgumentType]
-    with refuses_type("mask"):
+    with rejects_type("mask"):
         Case("", SPEC, "", mask=np.zeros((5, 5)))
-    with refuses("mask"):
+    with rejects("mask"):
         Case("", SPEC, "", mask=np.zeros((4, 4), bool))
-    with refuses("mask", random_mask=True):
+    with rejects("mask", random_mask=True):
         Case("", SPEC, "", random_mask=True, mask=np.zeros((5, 5), bool))
-    with refuses_type("position_ids"):
+    with rejects_type("position_ids"):
         Case("", SPEC, "", position_ids=np.zeros((1, 5)))
-    with refuses("position_ids"):
+    with rejects("position_ids"):
         Case("", SPEC, "", position_ids=np.zeros((3, 5), int))
-    with refuses("position_ids"):
+    with rejects("position_ids"):
         Case("", SPEC, "", position_ids=-np.ones((1, 5), int))
-    with refuses("cache_slots", chunks=()):
+    with rejects("cache_slots", chunks=()):
         Case("", SPEC, "", cache_slots=np.zeros((1, 5), int))
     steps_of_two = {"seq_len": 4, "chunks": (2, 2), "capacity": 3}
-    with refuses_type("cache_slots"):
+    with rejects_type("cache_slots"):
         Case("", SPEC, "", **steps_of_two, cache_slots=np.zeros((1, 4)))
-    with refuses("cache_slots"):
+    with rejects("cache_slots"):
         Case("", SPEC, "", **steps_of_two, cache_slots=np.zeros((1, 3), int))
-    with refuses("cache_slots", capacity=3):
+    with rejects("cache_slots", capacity=3):
         Case("", SPEC, "", **steps_of_two, cache_slots=np.array([[0, 1, 2, 3]]))
-    with refuses("cache_slots", step=1):
+    with rejects("cache_slots", step=1):
         Case("", SPEC, "", **steps_of_two, cache_slots=np.array([[0, 1, 2, 2]]))
-    with refuses("position_ids", first_position=2):
+    with rejects("position_ids", first_position=2):
         Case("", SPEC, "", first_position=2, position_ids=np.zeros((1, 5), int))

@@ -6,7 +6,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 import parity
 from parity.measure.core.trace import Reference
@@ -141,9 +141,9 @@ def test_bug_is_named_in_tf32_stages():
 @pytest.mark.parametrize("arithmetic", ["TENSIX", "tf32"])
 def test_unknown_arithmetic_raises(arithmetic):
     """An unknown arithmetic raises an error in `assert_parity` and `diagnose`."""
-    with refuses("arithmetic", arithmetic=arithmetic):
+    with rejects("arithmetic", arithmetic=arithmetic):
         parity.assert_parity(EXPECTED, EXPECTED.copy(), arithmetic=arithmetic)
-    with refuses("arithmetic", arithmetic=arithmetic):
+    with rejects("arithmetic", arithmetic=arithmetic):
         parity.diagnose({"output": right()}, PROBLEM, arithmetic=arithmetic)
 
 
@@ -151,5 +151,5 @@ def test_unknown_arithmetic_raises(arithmetic):
 def test_dtype_without_hardware_raises(dtype):
     """float16 and float64, which the hardware lacks, raise an error with `tensix`."""
     x = EXPECTED.astype(dtype)
-    with refuses("dtype", dtype=dtype):
+    with rejects("dtype", dtype=dtype):
         parity.assert_parity(x, x.copy(), arithmetic="tensix")

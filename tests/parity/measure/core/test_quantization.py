@@ -5,8 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.input_errors import rejects, rejects_type
 from helpers.quantized import computed, problem_of
-from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 
 import parity
@@ -150,31 +150,31 @@ def test_single_flips_are_within_the_budget():
 
 def test_bad_quantization_has_a_clear_error():
     """Unknown names, scales that do not fit, and layers without such a cache raise errors."""
-    with refuses("dtype", dtype="int2"):
+    with rejects("dtype", dtype="int2"):
         CacheQuantization("int2")  # pyright: ignore[reportArgumentType]
-    with refuses("scale_per", scale_per="row"):
+    with rejects("scale_per", scale_per="row"):
         CacheQuantization("int8", "row")  # pyright: ignore[reportArgumentType]
-    with refuses_type("scale_dtype"):
+    with rejects_type("scale_dtype"):
         CacheQuantization("int8", scale_dtype=8)  # pyright: ignore[reportArgumentType]
-    with refuses("zero_point", dtype="float8_e5m2"):
+    with rejects("zero_point", dtype="float8_e5m2"):
         CacheQuantization("float8_e5m2", zero_point="minimum")
-    with refuses("residual_length", exact="none"):
+    with rejects("residual_length", exact="none"):
         CacheQuantization("int8", residual_length=2)
-    with refuses("key_scales", zero_point="integer"):
+    with rejects("key_scales", zero_point="integer"):
         CacheQuantization("int8", zero_point="integer", key_scales=[1.0], value_scales=[1.0])
-    with refuses("key_scales", scale_per="token"):
+    with rejects("key_scales", scale_per="token"):
         CacheQuantization("int8", "token", key_scales=(1.0,), value_scales=(1.0,))
-    with refuses("key_scales", key_scales=(1.0,), value_scales=None):
+    with rejects("key_scales", key_scales=(1.0,), value_scales=None):
         CacheQuantization("int8", key_scales=(1.0,))
-    with refuses("value_scales", value_scales=[0.0]):
+    with rejects("value_scales", value_scales=[0.0]):
         CacheQuantization("int8", key_scales=[1.0], value_scales=[0.0])
-    with refuses_type("key_scales"):
+    with rejects_type("key_scales"):
         CacheQuantization("int8", key_scales="a")  # pyright: ignore[reportArgumentType]
-    with refuses("key_scales", len=1):
+    with rejects("key_scales", len=1):
         problem_of(CacheQuantization("int8", "head", key_scales=(1.0,), value_scales=(1.0,)))
-    with refuses("before_rope", before_rope=True):
+    with rejects("before_rope", before_rope=True):
         problem_of(CacheQuantization("int8", before_rope=True), spec=AttentionSpec(32, 4))
-    with refuses("cache_quantization"):
+    with rejects("cache_quantization"):
         Case("", AttentionSpec(32, 4), "", cache_quantization=CacheQuantization("int8"))
     latent = AttentionSpec(
         32,
@@ -186,14 +186,14 @@ def test_bad_quantization_has_a_clear_error():
         latent=Latent(10, 4),
         rope=Rope(rotary_dim=4, rotated="last", pairs="interleaved"),
     )
-    with refuses("cache_quantization"):
+    with rejects("cache_quantization"):
         problem_of(CacheQuantization("int8"), spec=latent)
 
 
 def test_run_skips_quantized_caches():
     """Implementations have no quantized cache: a run of such a case alone raises an error."""
     case = problem_of(CacheQuantization("int8")).case
-    with refuses("torch"):
+    with rejects("torch"):
         run_cases([case], backends=["torch"], dtypes=["float32"])
     report = run_cases([case, parity.CASES["full"]], backends=["torch"], dtypes=["float32"])
     (skipped,) = report.skipped_cases

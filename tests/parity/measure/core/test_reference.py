@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.textbook import TEXTBOOK_OUTPUT
 
@@ -306,16 +306,16 @@ def test_problem_is_made_from_case_name():
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype", "refusal"),
+    ("case", "dtype", "input_error"),
     [
-        ("ropegqa", "float32", refuses("case", case="ropegqa")),
-        (7, "float32", refuses_type("case", "int")),
-        ("full", "float8", refuses("dtype", dtype="float8")),
+        ("ropegqa", "float32", rejects("case", case="ropegqa")),
+        (7, "float32", rejects_type("case", "int")),
+        ("full", "float8", rejects("dtype", dtype="float8")),
     ],
 )
-def test_unknown_case_or_dtype_raises(case, dtype, refusal):
+def test_unknown_case_or_dtype_raises(case, dtype, input_error):
     """An unknown case or dtype, or a case of a wrong type, raises an error."""
-    with refusal:
+    with input_error:
         make_problem(case, dtype)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.tensors import same_array
 from hypothesis import HealthCheck, given, settings
@@ -52,14 +52,14 @@ def test_weights_of_the_spec_are_accepted(weights):
 def test_missing_and_extra_names_raise(weights):
     """A renamed weight raises an error with the missing and the unexpected name."""
     weights["o_proj.bias"] = weights.pop("out_proj.bias")
-    with refuses("weights", missing=["out_proj.bias"], unexpected=["o_proj.bias"]):
+    with rejects("weights", missing=["out_proj.bias"], unexpected=["o_proj.bias"]):
         check_weights(weights, SPEC)
 
 
 def test_transposed_weight_raises(weights):
     """A transposed weight raises an error that says so."""
     weights["q_proj.weight"] = weights["q_proj.weight"].T
-    with refuses("q_proj.weight", "q_proj.weight.shape=(7, 24); it looks transposed"):
+    with rejects("q_proj.weight", "q_proj.weight.shape=(7, 24); it looks transposed"):
         check_weights(weights, SPEC)
 
 
@@ -67,7 +67,7 @@ def test_transposed_weight_raises(weights):
 def test_non_finite_weight_raises(weights, value):
     """One NaN or infinity in a weight raises an error with their number."""
     weights["k_proj.weight"][1, 2] = value
-    with refuses("k_proj.weight", "1 NaN or infinities"):
+    with rejects("k_proj.weight", "1 NaN or infinities"):
         check_weights(weights, SPEC)
 
 
@@ -75,7 +75,7 @@ def test_non_finite_weight_raises(weights, value):
 def test_non_float_weight_raises(weights, wrong):
     """A weight that is an integer array, a list or None raises an error about its type."""
     weights["k_proj.weight"] = wrong
-    with refuses_type("k_proj.weight"):
+    with rejects_type("k_proj.weight"):
         check_weights(weights, SPEC)
 
 
@@ -90,7 +90,7 @@ def test_framework_weights_become_numpy(weights):
 def test_mixed_dtypes_raise(weights):
     """Weights of two dtypes raise an error that lists both."""
     weights["k_proj.weight"] = weights["k_proj.weight"].astype(np.float16)
-    with refuses_type("weights", "['float16', 'float32']"):
+    with rejects_type("weights", "['float16', 'float32']"):
         check_weights(weights, SPEC)
 
 
@@ -114,11 +114,11 @@ def test_module_keeps_weights_exactly(sibling, kind, fused_qkv, dtype):
 
 
 BAD_LOADS = {
-    "missing": refuses("weights", missing=["out_proj.bias"], unexpected=[]),
-    "unexpected": refuses("weights", missing=[], unexpected=["in_proj.bias"]),
-    "transposed": refuses("out_proj.weight", "out_proj.weight.shape=(24, 10); it looks transposed"),
-    "nan": refuses("out_proj.bias", "1 NaN or infinities"),
-    "dtype": refuses_type("weights", "float16 and "),
+    "missing": rejects("weights", missing=["out_proj.bias"], unexpected=[]),
+    "unexpected": rejects("weights", missing=[], unexpected=["in_proj.bias"]),
+    "transposed": rejects("out_proj.weight", "out_proj.weight.shape=(24, 10); it looks transposed"),
+    "nan": rejects("out_proj.bias", "1 NaN or infinities"),
+    "dtype": rejects_type("weights", "float16 and "),
 }
 
 
@@ -199,9 +199,9 @@ def test_weights_of_other_layer_raise(sibling, weights, other, message):
         new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC
     )
     layer = mha_torch.MultiHeadAttention(other)
-    with refuses("the module", message):
+    with rejects("the module", message):
         parity.load_into(module, layer)
-    with refuses("the module", message):
+    with rejects("the module", message):
         parity.load_into(module, random_weights(other), other)
     assert all(same_array(x, weights[name]) for name, x in parity.weights_of(module).items())
 
@@ -210,9 +210,9 @@ def test_other_number_of_heads_raises(sibling):
     """Weights of 4 heads do not load into a layer of 8 heads, though their shapes are equal."""
     four, eight = AttentionSpec(16, 4), AttentionSpec(16, 8)
     module = new_module(sibling, "MultiHeadAttention", eight, "float32")
-    with refuses("the module"):
+    with rejects("the module"):
         parity.load_into(module, random_weights(four), four)
-    with refuses("the module"):
+    with rejects("the module"):
         parity.load_into(module, torch.nn.MultiheadAttention(16, 4))
 
 
@@ -223,7 +223,7 @@ def test_weights_without_spec_raise(kind, sibling, weights):
     """Weights without a specification raise an error, and the module keeps its own."""
     module = new_module(sibling, kind, replace(SPEC, d_kv=SPEC.d_in), "float32")
     held = parity.weights_of(module)
-    with refuses_type("spec", spec=None):
+    with rejects_type("spec", spec=None):
         parity.load_into(module, random_weights(module.spec))
     assert all(same_array(x, held[name]) for name, x in parity.weights_of(module).items())
 
@@ -261,16 +261,16 @@ def test_wrapped_projection_raises(sibling, weights):
         lambda: parity.weights_of(module),
         lambda: parity.load_into(module, weights, SPEC),
     ):
-        refusal = refuses("module", missing=..., unexpected=...)
-        with refusal:
+        input_error = rejects("module", missing=..., unexpected=...)
+        with input_error:
             call()
-        assert missing in refusal.value.got["missing"]
-        assert unexpected in refusal.value.got["unexpected"]
+        assert missing in input_error.value.got["missing"]
+        assert unexpected in input_error.value.got["unexpected"]
 
 
 def test_unknown_module_type_raises():
     """Loading into a dict raises an error about its type."""
-    with refuses_type("module", "dict"):
+    with rejects_type("module", "dict"):
         parity.load_into({}, {})
 
 
@@ -355,10 +355,10 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, weights, culprit
 
 def test_other_format_is_not_overwritten(tmp_path, weights):
     """Saving as .npz, or over a file of a different format, raises an error and changes no file."""
-    with refuses("…/w.npz", "the suffix of npz"):
+    with rejects("…/w.npz", "the suffix of npz"):
         save_weights(tmp_path / "w.npz", weights, SPEC)
     (tmp_path / "w.safetensors").write_text("Dear diary")
-    with refuses("…/w.safetensors", "one that begins with b'Dear dia'"):
+    with rejects("…/w.safetensors", "one that begins with b'Dear dia'"):
         save_weights(tmp_path / "w.safetensors", weights, SPEC)
     assert (tmp_path / "w.safetensors").read_text() == "Dear diary"
     assert os.listdir(tmp_path) == ["w.safetensors"]
@@ -379,7 +379,7 @@ def test_misread_write_raises(tmp_path, monkeypatch, weights):
 def test_incomplete_weights_are_not_saved(tmp_path, weights):
     """Saving weights without a bias raises an error and writes no file."""
     del weights["out_proj.bias"]
-    with refuses("weights", missing=["out_proj.bias"], unexpected=[]):
+    with rejects("weights", missing=["out_proj.bias"], unexpected=[]):
         save_weights(tmp_path / "w.safetensors", weights, SPEC)
     assert os.listdir(tmp_path) == []
 
@@ -393,7 +393,7 @@ def test_truncated_file_raises(tmp_path, part):
     save_weights(tmp_path / "w", random_weights(SPEC), SPEC)
     whole = (tmp_path / "w").read_bytes()
     (tmp_path / "cut").write_bytes(whole[: int(part * len(whole))])
-    with refuses("…/cut"):
+    with rejects("…/cut"):
         load_weights(tmp_path / "cut")
 
 
@@ -433,14 +433,14 @@ def test_header_with_a_new_dropout_loads(tmp_path, weights):
 def test_malformed_spec_raises(tmp_path, weights, spec):
     """A deeply nested, non-object or ill-typed specification in a file raises an error."""
     save_tensors(tmp_path / "w", weights, {"format": "1", "spec": spec})
-    with refuses("…/w"):
+    with rejects("…/w"):
         load_weights(tmp_path / "w")
 
 
 def test_wider_weights_are_not_narrowed(sibling, weights):
     """Loading float64 weights into a float32 module raises an error about the type."""
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
-    with refuses_type("weights"):
+    with rejects_type("weights"):
         parity.load_into(
             module, {name: weight.astype(np.float64) for name, weight in weights.items()}, SPEC
         )
@@ -452,21 +452,21 @@ def test_wider_weights_are_not_narrowed(sibling, weights):
 def test_non_safetensors_file_raises(tmp_path, data):
     """An empty file or bytes that are not a safetensors file raise an error."""
     (tmp_path / "w").write_bytes(data)
-    with refuses("…/w"):
+    with rejects("…/w"):
         load_weights(tmp_path / "w")
 
 
 def test_file_without_spec_raises(tmp_path, weights):
     """A safetensors file without a specification raises an error with its metadata."""
     save_tensors(tmp_path / "w", weights, {"format": "1"})
-    with refuses("…/w", format="1", metadata=["format"]):
+    with rejects("…/w", format="1", metadata=["format"]):
         load_weights(tmp_path / "w")
 
 
 def test_later_format_raises(tmp_path, weights):
     """A file of format 2 raises an error with that format."""
     save_tensors(tmp_path / "w", weights, {"format": "2", "spec": SPEC.to_json()})
-    with refuses("…/w", format="2", metadata=["format", "spec"]):
+    with rejects("…/w", format="2", metadata=["format", "spec"]):
         load_weights(tmp_path / "w")
 
 

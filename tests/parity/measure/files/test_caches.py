@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 
 import mha_torch
@@ -79,33 +79,33 @@ def test_float64_cache_raises_in_jax(tmp_path):
     """Loading a float64 cache in JAX without x64 raises an error."""
     cache = mha_torch.init_cache(1, 2, 3, 4, dtype=torch.float64)
     save_cache(tmp_path / "cache.safetensors", cache)
-    with refuses("JAX", "64"):
+    with rejects("JAX", "64"):
         load_cache(tmp_path / "cache.safetensors", "jax")
 
 
 @pytest.mark.parametrize(
-    ("changes", "refusal"),
+    ("changes", "input_error"),
     [
-        ({"lengths": np.array([3, 6], np.int32)}, refuses("…/c", "[3, 6]")),
-        ({"lengths": np.array([3, -1], np.int32)}, refuses("…/c", "[3, -1]")),
-        ({"lengths": np.array([3], np.int32)}, refuses("…/c")),
+        ({"lengths": np.array([3, 6], np.int32)}, rejects("…/c", "[3, 6]")),
+        ({"lengths": np.array([3, -1], np.int32)}, rejects("…/c", "[3, -1]")),
+        ({"lengths": np.array([3], np.int32)}, rejects("…/c")),
         (
             {"lengths": np.array([3, 1])},
-            refuses("…/c", "{'lengths': 'int64', 'keys': 'float32', 'values': 'float32'}"),
+            rejects("…/c", "{'lengths': 'int64', 'keys': 'float32', 'values': 'float32'}"),
         ),
-        ({"keys": np.zeros((2, 3, 4, 4), np.float32)}, refuses("…/c")),
+        ({"keys": np.zeros((2, 3, 4, 4), np.float32)}, rejects("…/c")),
         (
             {"keys": np.zeros((2, 3, 5, 4), np.float16)},
-            refuses("…/c", "{'lengths': 'int32', 'values': 'float32', 'keys': 'float16'}"),
+            rejects("…/c", "{'lengths': 'int32', 'values': 'float32', 'keys': 'float16'}"),
         ),
-        ({"more": np.zeros(1)}, refuses("…/c")),
+        ({"more": np.zeros(1)}, rejects("…/c")),
     ],
 )
-def test_invalid_cache_file_raises(changes, refusal, sibling, rng, tmp_path):
+def test_invalid_cache_file_raises(changes, input_error, sibling, rng, tmp_path):
     """Wrong lengths, shapes, dtypes or names in a cache file raise an error with its path."""
     tensors = parts(sibling, filled(sibling, rng)) | changes
     save_tensors(tmp_path / "c", tensors, {"format": "1", "kind": "cache"})
-    with refusal:
+    with input_error:
         load_cache(tmp_path / "c", sibling.name)
 
 
@@ -113,27 +113,27 @@ def test_weights_file_as_cache_raises(tmp_path):
     """Loading a file of weights as a cache raises an error with its path."""
     spec = parity.AttentionSpec(8, 2)
     save_weights(tmp_path / "w", parity.random_weights(spec), spec)
-    with refuses("…/w"):
+    with rejects("…/w"):
         load_cache(tmp_path / "w", "torch")
 
 
 def test_saving_a_dict_as_cache_raises(tmp_path):
     """Saving a dictionary as a cache raises a TypeError and writes nothing."""
-    with refuses_type("cache", "dict"):
+    with rejects_type("cache", "dict"):
         save_cache(tmp_path / "c", {})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("framework", "refusal"),
+    ("framework", "input_error"),
     [
-        ("tt", refuses("framework", "framework='tt': its caches are padded to device tiles")),
-        ("numpy", refuses("framework", framework="numpy")),
+        ("tt", rejects("framework", "framework='tt': its caches are padded to device tiles")),
+        ("numpy", rejects("framework", framework="numpy")),
     ],
 )
-def test_cache_in_other_frameworks_raises(framework, refusal, tmp_path):
+def test_cache_in_other_frameworks_raises(framework, input_error, tmp_path):
     """Loading a cache for `tt` or `numpy` raises an error with the framework."""
-    with refusal:
+    with input_error:
         load_cache(tmp_path / "c", framework)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import gguf
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 from mha_spec import Rope
@@ -137,10 +137,10 @@ def test_unsupported_type_raises_when_read(tmp_path):
         assert file.infos["x"].shape == (4, 32)
         assert file.quantized == {}
         assert file.read("plain").tolist() == [1.0, 1.0, 1.0]
-        with refuses("x", x="IQ4_NL") as refusal:
+        with rejects("x", x="IQ4_NL") as input_error:
             file.read("x")
-        assert str(sorted([*PLAIN, *BLOCKS])) in refusal.value.rule
-        with refuses("…/w.safetensors", "[('IQ4_NL', 'V1')] for x"):
+        assert str(sorted([*PLAIN, *BLOCKS])) in input_error.value.rule
+        with rejects("…/w.safetensors", "[('IQ4_NL', 'V1')] for x"):
             write_tensors(tmp_path / "w.safetensors", {"x": file.infos["x"]}, file.read)
 
 
@@ -154,7 +154,7 @@ def test_truncated_blocks_raise(tmp_path, kind):
     with open_tensors(path) as file:
         file.read("x")
     path.write_bytes(path.read_bytes()[:-1])
-    with refuses("tensors", tensor="x"):
+    with rejects("tensors", tensor="x"):
         open_tensors(path)
 
 
@@ -164,7 +164,7 @@ def test_row_of_half_a_block_raises(tmp_path):
     data = path.read_bytes()
     assert data.count((32).to_bytes(8, "little")) == 1
     path.write_bytes(data.replace((32).to_bytes(8, "little"), (16).to_bytes(8, "little")))
-    with refuses("rows of Q8_0", {"x.shape": (4, 16)}):
+    with rejects("rows of Q8_0", {"x.shape": (4, 16)}):
         open_tensors(path)
 
 

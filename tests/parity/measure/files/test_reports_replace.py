@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 import parity
@@ -55,7 +55,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def refuses_report(command: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def rejects_report(command: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Check that a command ends in one line about a report, and that no file has changed."""
     before = contents_of(Path())
     assert main(command) == 2
@@ -86,19 +86,19 @@ def refuses_report(command: list[str], flag: str, capsys: pytest.CaptureFixture[
 )
 def test_report_cannot_replace_model_files(model, capsys, command, flag, name):
     """A report onto a file of a model exits with 2 and one line, and changes no file."""
-    refuses_report([*command.split(), flag, f"model/{name}"], flag, capsys)
+    rejects_report([*command.split(), flag, f"model/{name}"], flag, capsys)
 
 
 def test_report_cannot_replace_user_module(model, capsys):
     """A report onto the module that is tested exits with 2 and one line, and changes no file."""
     Path("own.py").write_text("def attention(q, k, v): ...\n")
-    refuses_report(["conformance", "own:attention", "--json", "own.py"], "--json", capsys)
+    rejects_report(["conformance", "own:attention", "--json", "own.py"], "--json", capsys)
 
 
 @pytest.mark.parametrize("report", ["new.safetensors", "model/new.bin"])
 def test_report_with_tensor_suffix_raises(model, capsys, report):
     """A report with the suffix of a tensor file exits with 2 and one line."""
-    refuses_report(["inspect", "model", "--json", report], "--json", capsys)
+    rejects_report(["inspect", "model", "--json", report], "--json", capsys)
 
 
 def test_report_in_model_folder_is_replaced(model, monkeypatch):
@@ -134,11 +134,11 @@ def test_each_report_format_replaces_itself(tmp_path, monkeypatch):
 def test_report_cannot_replace_shards(model, capsys, report):
     """A report with the name of an index or shard that `convert` may write exits with 2."""
     sharded = ["convert", "model", "q.safetensors", *CONVERT, "--max-shard-gib", "0.000005"]
-    refuses_report([*sharded, "--json", report], "--json", capsys)
+    rejects_report([*sharded, "--json", report], "--json", capsys)
     assert main(sharded) == 0
     capsys.readouterr()
     assert Path("q-00001-of-00003.safetensors").exists()
-    refuses_report([*sharded, "--force", "--json", report], "--json", capsys)
+    rejects_report([*sharded, "--force", "--json", report], "--json", capsys)
 
 
 @pytest.mark.parametrize("report", ["ranks/r.json", "ranks/consolidated.00.pth"])
@@ -146,14 +146,14 @@ def test_report_in_folder_of_ranks_raises(model, capsys, report):
     """A report in the folder into which `convert` writes ranks exits with 2."""
     Path("ranks").mkdir()
     command = ["convert", "model", "ranks", "--to", "meta.LLaMA", "--rest", "drop", "--ranks", "2"]
-    refuses_report([*command, "--json", report], "--json", capsys)
+    rejects_report([*command, "--json", report], "--json", capsys)
 
 
 @pytest.mark.parametrize("report", ["test_b.py", "b_trace.npz"])
 def test_report_cannot_replace_written_code(model, capsys, report):
     """A report with the name of a test or trace that `write` writes exits with 2."""
     command = ["write", "model", "--to", "torch", "-o", "b.py", "--test", "trace", "--force"]
-    refuses_report([*command, "--json", report], "--json", capsys)
+    rejects_report([*command, "--json", report], "--json", capsys)
 
 
 def test_write_cannot_replace_its_source(model, capsys):
@@ -161,13 +161,13 @@ def test_write_cannot_replace_its_source(model, capsys):
     assert main(["convert", "model", "b_trace.npz", *CONVERT]) == 0
     capsys.readouterr()
     command = ["write", "b_trace.npz", "--to", "torch", "-o", "b.py", "--test", "trace", "--force"]
-    refuses_report(command, "MODEL", capsys)
+    rejects_report(command, "MODEL", capsys)
 
 
 @pytest.mark.parametrize("output", ["c.py/", "c.py/.", "missing/../c.py", "missing/c.py"])
 def test_code_needs_the_name_of_a_file(model, capsys, output):
     """`write` exits with 2 if the output ends like a folder or is in a missing folder."""
-    refuses_report(["write", "model", "--to", "torch", "-o", output], "--output", capsys)
+    rejects_report(["write", "model", "--to", "torch", "-o", output], "--output", capsys)
 
 
 @pytest.mark.parametrize("others", [[], ["--dry-run"]])
@@ -249,5 +249,5 @@ def test_plugin_report_keeps_other_files(tmp_path):
     from parity.use.reporting.earlier import check_report
 
     (tmp_path / "package.json").write_text("{}")
-    with refuses("--parity-report", {"--parity-report": ...}):
+    with rejects("--parity-report", {"--parity-report": ...}):
         check_report(tmp_path / "package.json", "--parity-report")

@@ -6,9 +6,9 @@ import socket
 import sys
 
 import pytest
+from helpers.input_errors import rejects
 from helpers.limits import within
 from helpers.llama_folder import make_model
-from helpers.refusals import refuses
 
 from parity.measure.files import open_tensors
 from parity.measure.files.small import LARGEST, check_small_files, read_json, read_small, read_text
@@ -102,7 +102,7 @@ def test_empty_folder_name_raises(model, monkeypatch, capsys, command, tmp_path)
 
 def test_opening_the_root_folder_raises():
     """Opening the folder / as a checkpoint raises an error."""
-    with refuses("/"):
+    with rejects("/"):
         open_tensors("/")
 
 
@@ -244,10 +244,10 @@ def test_small_files_have_a_limit(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * 10)
     assert read_small(path, 10) == b"x" * 10
-    with refuses(str(path)):
+    with rejects(str(path)):
         read_small(path, 9)
     os.truncate(path, LARGEST + 1)
-    with refuses(str(path)):
+    with rejects(str(path)):
         read_text(path)
 
 
@@ -265,7 +265,7 @@ def test_file_replaced_by_a_pipe_raises(tmp_path, monkeypatch):
         return stat(path, **options)
 
     monkeypatch.setattr("parity.measure.files.small.os.stat", stat_before)
-    with within(10), refuses(str(tmp_path / "pipe"), "a pipe"):
+    with within(10), rejects(str(tmp_path / "pipe"), "a pipe"):
         read_small(tmp_path / "pipe")
 
 
@@ -274,7 +274,7 @@ def test_text_may_have_a_byte_order_mark(tmp_path):
     (tmp_path / "labels").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
     assert read_text(tmp_path / "labels").splitlines() == ["one", "two"]
     (tmp_path / "labels").write_bytes(b"one\n\xff")
-    with refuses(str(tmp_path / "labels"), "byte 4"):
+    with rejects(str(tmp_path / "labels"), "byte 4"):
         read_text(tmp_path / "labels")
 
 
@@ -287,20 +287,20 @@ def test_broken_links_are_tolerated(tmp_path):
 def test_json_beyond_limits_raises():
     """Deep nesting, long integers and repeated names in JSON raise; NaN and Infinity are read."""
     assert parse_json(b'{"a": [1, NaN, Infinity]}')["a"][0] == 1
-    with refuses("JSON"):
+    with rejects("JSON"):
         parse_json(b"[" * 100_000)
-    with refuses("integers"):
+    with rejects("integers"):
         parse_json(b"1" * (sys.get_int_max_str_digits() + 1))
-    with refuses("names", "a twice"):
+    with rejects("names", "a twice"):
         parse_json(b'{"a": 1, "b": {"a": 1, "a": 1}}')
 
 
 def test_json_errors_name_the_file(tmp_path):
     """Errors of nested or truncated JSON contain the path of the file."""
     (tmp_path / "x.json").write_bytes(b"[" * 100_000)
-    with refuses("JSON", where=str(tmp_path / "x.json")):
+    with rejects("JSON", where=str(tmp_path / "x.json")):
         read_json(tmp_path / "x.json")
     shutil.copy(tmp_path / "x.json", tmp_path / "y.json")
     (tmp_path / "y.json").write_bytes(b"{")
-    with refuses(str(tmp_path / "y.json")):
+    with rejects(str(tmp_path / "y.json")):
         read_json(tmp_path / "y.json")

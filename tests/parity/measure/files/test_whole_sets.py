@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 import parity
 from mha_spec import AttentionSpec
@@ -115,9 +115,9 @@ def test_set_requires_separate_files(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "a")
     os.mkfifo(tmp_path / "pipe")
     for name in ("folder", "pipe"):
-        with refuses(f"…/{name}", ""):
+        with rejects(f"…/{name}", ""):
             write_files({tmp_path / "a": b"", tmp_path / name: b""})
-    with refuses("…/link", ""):
+    with rejects("…/link", ""):
         write_files({tmp_path / "a": b"", tmp_path / "link": b""})
     assert sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe"]
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 from parity import CASES, make_problem
 from parity.measure import pretrained
@@ -83,5 +83,5 @@ def test_largest_visible_score(name, logit):
 
 def test_unknown_trained_layer_raises():
     """The path of an unknown trained layer raises an error that names it."""
-    with refuses("name", name="gpt-5"):
+    with rejects("name", name="gpt-5"):
         pretrained.path("gpt-5")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.divided_layers import EVERYTHING, LATENT
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 
 import mha_torch
@@ -29,7 +29,7 @@ RANKS = (2, 4, 8)
 OUT_BIAS = "out_proj.bias"
 
 
-def refused(spec, ranks):
+def rejected(spec, ranks):
     """Return the field that prevents the division of a layer, or None."""
     if spec.num_heads % ranks:
         return "num_heads"
@@ -89,8 +89,8 @@ def test_rank_outputs_add_up_to_layer(name, ranks):
     """
     problem = make_problem(CASES[name], "float64")
     spec = problem.spec
-    if (field := refused(spec, ranks)) is not None:
-        with refuses(field):
+    if (field := rejected(spec, ranks)) is not None:
+        with rejects(field):
             shard(problem.weights, spec, ShardPlan(ranks), 0)
         return
     parts = shards_of(problem.weights, spec, ranks)
@@ -103,7 +103,7 @@ def test_rank_outputs_add_up_to_layer(name, ranks):
 def test_ranks_divide_enough_cases():
     """At least 100, 80 and 5 cases are divided by 2, 4 and 8 ranks."""
     divided = {
-        ranks: [name for name in CASES if refused(CASES[name].spec, ranks) is None]
+        ranks: [name for name in CASES if rejected(CASES[name].spec, ranks) is None]
         for ranks in RANKS
     }
     assert all(
@@ -229,7 +229,7 @@ def test_swapped_shards_raise():
     """Shards with replicated heads in the wrong order raise an error."""
     spec = AttentionSpec(16, 8, num_kv_heads=2, out_bias=False)
     parts = [held for held, _ in shards_of(random_weights(spec), spec, 4)]
-    with refuses("k_proj.weight", "different values on rank 0"):
+    with rejects("k_proj.weight", "different values on rank 0"):
         unshard([parts[rank] for rank in (0, 2, 1, 3)], spec, ShardPlan(4))
 
 
@@ -238,7 +238,7 @@ def test_different_copies_raise(name):
     """Replicated latent weights that differ between ranks raise an error."""
     parts = [held for held, _ in shards_of(random_weights(LATENT), LATENT, 2)]
     parts[0][name].flat[-1] += 1.0
-    with refuses(name, "different values on rank 0"):
+    with rejects(name, "different values on rank 0"):
         unshard(parts, LATENT, ShardPlan(2))
 
 
@@ -260,7 +260,7 @@ def test_context_ranks_have_equal_weights(spec):
     assert_bits_equal(unshard(held, spec, plan), weights)
     name = next(iter(held[4]))
     held[4][name].flat[0] += 1.0
-    with refuses(name):
+    with rejects(name):
         unshard(held, spec, plan)
 
 
@@ -295,22 +295,22 @@ def test_stages_of_tokens_are_joined():
     found = parity.unshard_stages(parts, case.spec, plan, summed=True)
     assert found.keys() == whole.keys()
     assert_bits_equal(found, whole)
-    with refuses("shards", "3 of them and tensor=2 and context=2"):
+    with rejects("shards", "3 of them and tensor=2 and context=2"):
         parity.unshard_stages(parts[:3], case.spec, plan)
-    with refuses("stages", stages="cache.keys"):
+    with rejects("stages", stages="cache.keys"):
         parity.unshard_stages([{"cache.keys": x["k"]} for x in parts], case.spec, plan)
 
 
 def test_undivided_heads_raise_an_error():
     """6 heads on 4 ranks raise an error in `shard`, `unshard` and `unshard_stages`."""
     spec = AttentionSpec(12, 6)
-    refusal = refuses("num_heads", num_heads=6, tensor=4)
+    input_error = rejects("num_heads", num_heads=6, tensor=4)
     for alone in (True, False):
-        with refusal:
+        with input_error:
             shard(random_weights(spec), spec, ShardPlan(4), 0, alone=alone)
-    with refusal:
+    with input_error:
         unshard([random_weights(spec)] * 4, spec, ShardPlan(4))
-    with refusal:
+    with input_error:
         parity.unshard_stages([{}] * 4, spec, ShardPlan(4))
 
 
@@ -319,20 +319,20 @@ OF_WIDTH = Norm("layer", over="width", bias=True)
 
 
 @pytest.mark.parametrize(
-    ("spec", "refusal"),
+    ("spec", "input_error"),
     [
-        (replace(GROUPED, qk_norm=OF_WIDTH), refuses("qk_norm")),
-        (replace(GROUPED, v_norm=OF_WIDTH), refuses("v_norm")),
-        (replace(GROUPED, alibi=Alibi()), refuses("alibi")),
-        (replace(GROUPED, output_dropout=0.1), refuses("output_dropout")),
+        (replace(GROUPED, qk_norm=OF_WIDTH), rejects("qk_norm")),
+        (replace(GROUPED, v_norm=OF_WIDTH), rejects("v_norm")),
+        (replace(GROUPED, alibi=Alibi()), rejects("alibi")),
+        (replace(GROUPED, output_dropout=0.1), rejects("output_dropout")),
     ],
 )
-def test_layer_not_computed_alone_raises(spec, refusal):
+def test_layer_not_computed_alone_raises(spec, input_error):
     """Norms over the width, ALiBi and output dropout raise an error on 4 ranks; with `alone=False`
     shards are valid and round-trip exactly.
     """
     weights = random_weights(spec)
-    with refusal:
+    with input_error:
         shard(weights, spec, ShardPlan(4), 0)
     held, own = shard(weights, spec, ShardPlan(1), 0)
     assert own == spec
@@ -376,26 +376,26 @@ def test_invalid_shard_input_raises():
     weights, plan = random_weights(spec), ShardPlan(2)
     parts = [held for held, _ in shards_of(weights, spec, 2)]
     for value, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
-        with refuses("tensor", tensor=value).of(error):
+        with rejects("tensor", tensor=value).of(error):
             ShardPlan(value)
-        with refuses("context", context=value).of(error):
+        with rejects("context", context=value).of(error):
             ShardPlan(2, value)
-    with refuses("rank", rank=6, plan=...):
+    with rejects("rank", rank=6, plan=...):
         shard(weights, spec, ShardPlan(2, 3), 6)
     for rank in (2, -1):
-        with refuses("rank", rank=rank):
+        with rejects("rank", rank=rank):
             shard(weights, spec, plan, rank)
-    with refuses_type("plan", plan=2):
+    with rejects_type("plan", plan=2):
         shard(weights, spec, 2, 0)
-    with refuses_type("spec", spec=4):
+    with rejects_type("spec", spec=4):
         unshard(parts, 4, plan)
-    with refuses("q_proj.weight", "q_proj.weight.shape=(4, 8)"):
+    with rejects("q_proj.weight", "q_proj.weight.shape=(4, 8)"):
         shard(weights | {"q_proj.weight": weights["q_proj.weight"][:4]}, spec, plan, 0)
-    with refuses("shards", "1 of them and tensor=2"):
+    with rejects("shards", "1 of them and tensor=2"):
         unshard(parts[:1], spec, plan)
-    with refuses("weights", missing=["out_proj.bias"], unexpected=[], where="rank 0"):
+    with rejects("weights", missing=["out_proj.bias"], unexpected=[], where="rank 0"):
         unshard(parts[::-1], spec, plan)
-    with refuses_type("shards", "['float16', 'float32']"):
+    with rejects_type("shards", "['float16', 'float32']"):
         unshard(
             [parts[0], {name: part.astype(np.float16) for name, part in parts[1].items()}],
             spec,
@@ -413,9 +413,9 @@ def test_shard_with_whole_spec_raises(rng):
     held, own = shard(random_weights(spec), spec, ShardPlan(2), 0)
     held = {name: parity.to_torch(weight) for name, weight in held.items()}
     x = torch.from_numpy(rng.standard_normal((1, 4, 32)).astype(np.float32))
-    with refuses("q_proj.weight", {"q_proj.weight.shape": (32, 32)}):
+    with rejects("q_proj.weight", {"q_proj.weight.shape": (32, 32)}):
         mha_torch.multi_head_attention(x, held, spec)
     project = mha_torch.project_with(held, own)
     assert [x.shape[1] for x in mha_torch.project_qkv(project, x, x, x, own)] == [4, 2, 2]
-    with refuses("q_proj", "32 features"):
+    with rejects("q_proj", "32 features"):
         mha_torch.project_qkv(project, x, x, x, spec)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT
+from helpers.input_errors import rejects, rejects_type
 from helpers.layouts import layout_fits, undetermined_fields
-from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 from helpers.tensors import bits_of, read_metadata, read_tensors, write_tensor_file
 
@@ -115,13 +115,13 @@ def test_every_layout_pair_round_trips(kind, source):
 
 def test_unknown_target_layout_raises():
     """The unknown layout `torch` as a target raises an error."""
-    with refuses("target", target="torch"):
+    with rejects("target", target="torch"):
         convert(random_weights(MHA), source="canonical", target="torch", num_heads=4)
 
 
 def test_unsupported_layer_raises():
     """Converting grouped heads to Flax Linen's layout raises an error."""
-    with refuses("the layer"):
+    with rejects("the layer"):
         convert(random_weights(GQA), source="canonical", target="flax.linen", **HEADS)
 
 
@@ -259,7 +259,7 @@ def test_prefix_numbers_keep_their_order(tmp_path):
 def test_mismatched_placeholders_raise(tmp_path, to_prefix):
     """A target prefix with more placeholders than the source prefix raises an error."""
     source = write_tensor_file(tmp_path / "a.npz", checkpoint())
-    with refuses("to_prefix", to_prefix=to_prefix, prefix="model.layers.{i}.self_attn"):
+    with rejects("to_prefix", to_prefix=to_prefix, prefix="model.layers.{i}.self_attn"):
         convert_file(
             source,
             tmp_path / "b.npz",
@@ -274,15 +274,15 @@ def test_mismatched_placeholders_raise(tmp_path, to_prefix):
 def test_colliding_target_names_raise(tmp_path):
     """A converted tensor with the name of an existing one raises an error."""
     tensors = checkpoint() | {"layers.1.attention.wq.weight": np.zeros(3, np.float32)}
-    refused_to_convert(
+    fails_to_convert(
         tmp_path,
         tensors,
-        refuses("names", "layers.1.attention.wq.weight twice"),
+        rejects("names", "layers.1.attention.wq.weight twice"),
         to_prefix="layers.{i}.attention",
     )
 
 
-def refused_to_convert(tmp_path, tensors, refusal, **options):
+def fails_to_convert(tmp_path, tensors, input_error, **options):
     """Check that a conversion raises an error of one line and changes no file."""
     source = write_tensor_file(tmp_path / "a.npz", tensors)
     old = write_tensor_file(tmp_path / "b.npz", {"old": np.ones(1)}).read_bytes()
@@ -294,9 +294,9 @@ def refused_to_convert(tmp_path, tensors, refusal, **options):
         **HEADS,
         **options,
     }
-    with refusal:
+    with input_error:
         convert_file(source, tmp_path / "b.npz", **options)
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(input_error.value)
     assert (tmp_path / "b.npz").read_bytes() == old
     assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "b.npz"}
 
@@ -308,8 +308,8 @@ def test_mixed_dtypes_in_a_layer_raise(tmp_path):
     """A layer with float16 and float32 tensors raises an error with both dtypes."""
     tensors = checkpoint()
     tensors[Q1] = tensors[Q1].astype(np.float16)
-    refused_to_convert(
-        tmp_path, tensors, refuses("model.layers.1.self_attn", "['float16', 'float32']")
+    fails_to_convert(
+        tmp_path, tensors, rejects("model.layers.1.self_attn", "['float16', 'float32']")
     )
 
 
@@ -318,7 +318,7 @@ def test_integer_layer_raises(tmp_path):
     tensors = {
         name: x.astype(np.int8) if "self_attn" in name else x for name, x in checkpoint().items()
     }
-    refused_to_convert(tmp_path, tensors, refuses("model.layers.0.self_attn", "['int8']"))
+    fails_to_convert(tmp_path, tensors, rejects("model.layers.0.self_attn", "['int8']"))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -327,31 +327,31 @@ def test_non_finite_layer_raises(tmp_path, value, dtype):
     """A NaN or an infinity in a layer raises an error with the tensor, and nothing is written."""
     tensors = checkpoint(dtype=dtype)
     tensors[Q1][-1, -1] = value
-    refused_to_convert(
-        tmp_path, tensors, refuses("model.layers.1.self_attn.q_proj.weight", "NaN or infinities")
+    fails_to_convert(
+        tmp_path, tensors, rejects("model.layers.1.self_attn.q_proj.weight", "NaN or infinities")
     )
 
 
 def test_unknown_tensors_in_a_layer_raise(tmp_path):
     """Unknown tensors of a layer, such as norms, raise an error with their names."""
     tensors = checkpoint() | {"model.layers.1.self_attn.qk_norm.weight": np.ones(6, np.float32)}
-    refused_to_convert(
+    fails_to_convert(
         tmp_path,
         tensors,
-        refuses("tensors", "unknown names ['qk_norm.weight']", where="model.layers.1.self_attn"),
+        rejects("tensors", "unknown names ['qk_norm.weight']", where="model.layers.1.self_attn"),
     )
     tensors = checkpoint() | {"model.layers.1.self_attn.q_norm.weight": np.ones(6, np.float32)}
-    message = refuses(
+    message = rejects(
         "the purpose of ['q_norm.weight'] in transformers.LLaMA", where="model.layers.1.self_attn"
     )
-    refused_to_convert(tmp_path, tensors, message)
+    fails_to_convert(tmp_path, tensors, message)
 
 
 def test_layer_without_a_tensor_raises(tmp_path):
     """A layer without its query weight raises an error that names the layer."""
     tensors = checkpoint()
     del tensors[Q1]
-    refused_to_convert(tmp_path, tensors, refuses("tensors", where="model.layers.1.self_attn"))
+    fails_to_convert(tmp_path, tensors, rejects("tensors", where="model.layers.1.self_attn"))
 
 
 @pytest.mark.parametrize(
@@ -363,27 +363,27 @@ def test_layer_without_a_tensor_raises(tmp_path):
 )
 def test_wrong_prefix_suggests_the_right_one(tmp_path, prefix):
     """A prefix that matches no layer raises an error that suggests the right prefix."""
-    refusal = refuses("prefix", prefix=prefix)
-    refused_to_convert(tmp_path, checkpoint(), refusal, prefix=prefix)
-    assert refusal.value.remedy == [{"prefix": "model.layers.{i}.self_attn"}]
+    input_error = rejects("prefix", prefix=prefix)
+    fails_to_convert(tmp_path, checkpoint(), input_error, prefix=prefix)
+    assert input_error.value.remedy == [{"prefix": "model.layers.{i}.self_attn"}]
 
 
 def test_prefix_is_not_a_pattern(tmp_path):
     """A prefix is not a regular expression: its dots match only dots."""
-    refused_to_convert(
+    fails_to_convert(
         tmp_path,
         checkpoint(),
-        refuses("prefix", prefix="model.layers...self_attn"),
+        rejects("prefix", prefix="model.layers...self_attn"),
         prefix="model.layers...self_attn",
     )
 
 
 def test_missing_head_sizes_raise(tmp_path):
     """Converting a checkpoint without head sizes raises an error that names the layer."""
-    refused_to_convert(
+    fails_to_convert(
         tmp_path,
         checkpoint(),
-        refuses("the heads", where="model.layers.0.self_attn"),
+        rejects("the heads", where="model.layers.0.self_attn"),
         num_heads=None,
         num_kv_heads=None,
         head_dim=None,
@@ -392,10 +392,10 @@ def test_missing_head_sizes_raise(tmp_path):
 
 def test_missing_source_layout_raises(tmp_path):
     """Converting a checkpoint without its layout raises an error."""
-    refused_to_convert(
+    fails_to_convert(
         tmp_path,
         checkpoint(),
-        refuses("source"),
+        rejects("source"),
         source=None,
     )
 
@@ -403,7 +403,7 @@ def test_missing_source_layout_raises(tmp_path):
 def test_gguf_as_target_raises(tmp_path):
     """Converting to a GGUF file raises an error: such files are only read."""
     source = write_tensor_file(tmp_path / "a.npz", checkpoint())
-    with refuses("…/b.gguf", "'.gguf'; GGUF files are only read"):
+    with rejects("…/b.gguf", "'.gguf'; GGUF files are only read"):
         convert_file(
             source,
             tmp_path / "b.gguf",
@@ -568,7 +568,7 @@ def test_conversion_onto_its_source_raises(tmp_path):
         "force": True,
         **HEADS,
     }
-    with refuses("the target", path=path, source=path):
+    with rejects("the target", path=path, source=path):
         convert_file(path, path, **options)
     assert bits_of(read_tensors(path)) == bits_of(tensors)
 
@@ -689,7 +689,7 @@ def test_one_of_many_layers_loads(tmp_path):
 def test_loading_several_layers_raises(tmp_path):
     """Loading with a prefix of three layers raises an error with their number."""
     path = write_tensor_file(tmp_path / "a.npz", checkpoint())
-    with refuses("prefix", "3"):
+    with rejects("prefix", "3"):
         load(path, "transformers.LLaMA", prefix=PREFIX, **HEADS)
 
 
@@ -697,7 +697,7 @@ def test_loading_a_non_finite_layer_raises(tmp_path):
     """Loading a layer with a NaN raises an error with the tensor's name."""
     tensors = checkpoint()
     tensors[Q1][0, 0] = np.nan
-    with refuses("model.layers.1.self_attn.q_proj.weight", "NaN or infinities"):
+    with rejects("model.layers.1.self_attn.q_proj.weight", "NaN or infinities"):
         load(
             write_tensor_file(tmp_path / "a.npz", tensors),
             "transformers.LLaMA",
@@ -714,9 +714,9 @@ def test_module_is_saved_with_its_spec(tmp_path):
     found, found_spec = load(tmp_path / "a.npz")
     assert same_bits(found, weights_of(module))
     assert found_spec == spec
-    with refuses("the module", "rope=Rope(theta=500.0) and rope=None"):
+    with rejects("the module", "rope=Rope(theta=500.0) and rope=None"):
         save(tmp_path / "b.npz", module, replace(GQA, rope=None))
-    with refuses_type("spec", spec=None):
+    with rejects_type("spec", spec=None):
         save(tmp_path / "b.npz", random_weights(GQA))
     assert not (tmp_path / "b.npz").exists()
 
@@ -749,7 +749,7 @@ def test_incomplete_weights_are_not_saved(tmp_path):
     """Saving a layer without k_proj.weight raises an error and writes nothing."""
     weights = random_weights(GQA)
     del weights["k_proj.weight"]
-    with refuses("weights", missing=["k_proj.weight"], unexpected=[]):
+    with rejects("weights", missing=["k_proj.weight"], unexpected=[]):
         save(tmp_path / "a.npz", weights, GQA)
     assert list(tmp_path.iterdir()) == []
 
@@ -812,7 +812,7 @@ def test_layer_dtype_ignores_other_tensors(tmp_path):
 def test_unknown_heads_are_reported(tmp_path):
     """find_layers reports an error about the heads of a layer if no hints are given."""
     found = found_in(write_tensor_file(tmp_path / "a.npz", checkpoint()))
-    assert refuses("the heads").is_printed_in(found["transformers.LLaMA", PREFIX].heads)
+    assert rejects("the heads").is_printed_in(found["transformers.LLaMA", PREFIX].heads)
 
 
 def test_unsuitable_heads_are_reported(tmp_path):
@@ -822,10 +822,10 @@ def test_unsuitable_heads_are_reported(tmp_path):
         checkpoint() | checkpoint((0,), MHA, "transformers.BERT", prefix="bert.{i}"),
     )
     found = found_in(path, num_heads=5)
-    refusal = refuses("the heads", num_heads=5)
-    assert all(refusal.is_printed_in(each.heads) for each in found.values())
+    input_error = rejects("the heads", num_heads=5)
+    assert all(input_error.is_printed_in(each.heads) for each in found.values())
     assert not any(
-        refuses("…").is_printed_in(each.heads) for each in found_in(path, num_heads=4).values()
+        rejects("…").is_printed_in(each.heads) for each in found_in(path, num_heads=4).values()
     )
 
 
@@ -956,7 +956,7 @@ def test_wrong_rope_pairing_fails_at_q(tmp_path, seed):
 
 def test_layers_of_different_specs_raise():
     """`verify` raises an error for a layer with RoPE and one without."""
-    with refuses("the layers", "500.0"):
+    with rejects("the layers", "500.0"):
         verify(random_weights(BIASED), BIASED, random_weights(BIASED), replace(BIASED, rope=None))
 
 
@@ -1088,7 +1088,7 @@ def test_window_in_llama_gguf_model_raises(tmp_path):
         writer.add_sliding_window(4)
 
     gguf_layer(tmp_path / "layer.gguf", "llama", change)
-    with refuses("the values of …layer.gguf"):
+    with rejects("the values of …layer.gguf"):
         load(tmp_path / "layer.gguf", prefix="blk.0")
 
 
@@ -1100,7 +1100,7 @@ def test_gguf_string_as_number_raises(tmp_path):
         writer.add_string("qwen2.attention.sliding_window", "16.0")
 
     gguf_layer(tmp_path / "layer.gguf", "qwen2", change)
-    with refuses("the values of …layer.gguf", "attention.sliding_window"):
+    with rejects("the values of …layer.gguf", "attention.sliding_window"):
         load(tmp_path / "layer.gguf", prefix="blk.0")
 
 
@@ -1138,7 +1138,7 @@ def test_gguf_sinks_are_rejected(tmp_path):
         "gpt-oss",
         lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", np.ones(4, "f4")),
     )
-    with refuses("tensors", "unknown names ['attn_sinks.weight']", where="blk.0"):
+    with rejects("tensors", "unknown names ['attn_sinks.weight']", where="blk.0"):
         load(tmp_path / "a.gguf", "gguf.Qwen2", prefix="blk.0")
 
 

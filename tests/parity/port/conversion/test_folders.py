@@ -19,7 +19,7 @@ from helpers.command_line import error_line
 from helpers.configurations import older
 from helpers.families import MODELS
 from helpers.frameworks import SIBLINGS
-from helpers.refusals import Misuse, refuses, refuses_type
+from helpers.input_errors import Misuse, rejects, rejects_type
 from helpers.released import check_near
 from helpers.released_models import AXES, SMALL, run_released
 from helpers.samples import sample
@@ -197,11 +197,11 @@ def test_keys_are_values_only_if_configured(tmp_path):
     save_file(
         {name: x for name, x in tensors.items() if name != "layers.0.self_attn.v_proj.weight"}, path
     )
-    with refuses("values", where="layers.0.self_attn"):
+    with rejects("values", where="layers.0.self_attn"):
         layers_in(tmp_path / "model")
     more = {"layers.1.self_attn.v_proj.weight": tensors["layers.1.self_attn.k_proj.weight"] * 2}
     save_file(tensors | more, path)
-    with refuses("values", where="layers.1.self_attn"):
+    with rejects("values", where="layers.1.self_attn"):
         layers_in(tmp_path / "model")
 
 
@@ -392,9 +392,9 @@ def test_live_module_equals_saved_layer(name, tmp_path):
         assert found == spec
         assert same_tensors(held, weights)
         assert from_transformers(module, tmp_path, layer.index)[0] == spec
-        with refuses_type("layer_idx", layer_idx=True):
+        with rejects_type("layer_idx", layer_idx=True):
             from_transformers(module, released.config, True)
-        with refuses_type("module", "parity.from_transformers"):
+        with rejects_type("module", "parity.from_transformers"):
             weights_of(module)
 
 
@@ -436,7 +436,7 @@ def test_run_selects_layers_of_a_model(gemma, capsys, tmp_path):
         f"layer-{n}-{how}" for n in (1, 4, 5) for how in ("causal", "decode")
     }
     out = said(capsys, "run", "--model", gemma, "--layers", "9", status=2)
-    assert refuses("--layers", {"--layers": [9]}).is_printed_in(out)
+    assert rejects("--layers", {"--layers": [9]}).is_printed_in(out)
     assert str([0, 1, 2, 3, 4, 5]) in out
     assert "--layers" in error_line(capsys, "run", "--model", gemma, "--layers", "3-1")
     out = said(capsys, "run", "--layers", "1", status=2)
@@ -470,14 +470,14 @@ def test_rope_loss_raises_or_is_dropped(gemma, llama, capsys, tmp_path):
     target = tmp_path / "a.safetensors"
     out = said(capsys, "convert", llama, target, "--to", "flax.nnx", status=2)
     assert "weights in flax.nnx" in out
-    assert refuses("…", rope=Rope(theta=10000.0), remedy={"--drop": "rope"}).is_printed_in(out)
+    assert rejects("…", rope=Rope(theta=10000.0), remedy={"--drop": "rope"}).is_printed_in(out)
     assert not target.exists()
     said(capsys, "convert", llama, target, "--to", "flax.nnx", "--drop", "rope")
     out = said(capsys, "compare", llama, target, status=2)
     assert "hold the same weights in all 2 layers: 2 the same, bit for bit" in out
     assert f"not compared: rope (left out when {target} was written)" in out
     out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "meta.LLaMA", status=2)
-    assert refuses("the layer", {"qk_norm": ..., "window_size": 4}).is_printed_in(out)
+    assert rejects("the layer", {"qk_norm": ..., "window_size": 4}).is_printed_in(out)
     out = said(
         capsys,
         "convert",
@@ -489,7 +489,7 @@ def test_rope_loss_raises_or_is_dropped(gemma, llama, capsys, tmp_path):
         "ropes",
         status=2,
     )
-    assert refuses("--drop", {"--drop": "ropes"}).is_printed_in(out)
+    assert rejects("--drop", {"--drop": "ropes"}).is_printed_in(out)
     assert "rope.scaling" in out
 
 
@@ -515,7 +515,7 @@ def test_every_loss_is_listed_at_once(capsys, tmp_path):
         )
         lost = {"rope": ..., "window_size": ...}
         lost = {name: value for name, value in lost.items() if name not in "".join(given)}
-        assert refuses("the layer", lost).is_printed_in(out)
+        assert rejects("the layer", lost).is_printed_in(out)
         command = accepted(out)
         assert {*command[command.index("--drop") + 1].split(",")} == {"rope", "window_size"}
         assert command.count("--drop") == 1
@@ -529,7 +529,7 @@ def test_losses_and_biases_are_both_listed(llama, capsys, tmp_path):
     weights, spec = parity.load(llama, prefix="layers.0.self_attn")
     spec = replace(spec, num_kv_heads=spec.num_heads)
     weights |= {name: np.concatenate([x, x]) for name, x in weights.items() if name[0] in "kv"}
-    with refuses("the layer", rope=..., qkv_bias=False, remedy={"drop": "rope", "fill_bias": True}):
+    with rejects("the layer", rope=..., qkv_bias=False, remedy={"drop": "rope", "fill_bias": True}):
         check_losses([Written(spec, but_for=())], LAYOUTS["transformers.GPT2"])
     check_losses(
         [Written(spec, but_for=())], LAYOUTS["transformers.GPT2"], ["rope"], fill_bias=True
@@ -554,7 +554,7 @@ def test_unnamed_weights_cannot_be_dropped(capsys, tmp_path):
     out = said(
         capsys, "convert", tmp_path / "model", tmp_path / "a.npz", "--to", "flax.nnx", status=2
     )
-    assert refuses("the layer", "['sinks']", hint="canonical, ").is_printed_in(out)
+    assert rejects("the layer", "['sinks']", hint="canonical, ").is_printed_in(out)
     assert all(name in out for name in ("rope.scaling", "window_size"))
     assert "--drop" not in out
     said(capsys, "convert", tmp_path / "model", tmp_path / "a.npz", "--to", "canonical")
@@ -565,7 +565,7 @@ def test_norms_raise_or_are_dropped(capsys, tmp_path):
     saved("qwen3", tmp_path / "model")
     target = tmp_path / "m.safetensors"
     out = said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", status=2)
-    assert refuses("the layer", {"qk_norm": ...}, remedy={"--drop": "qk_norm"}).is_printed_in(out)
+    assert rejects("the layer", {"qk_norm": ...}, remedy={"--drop": "qk_norm"}).is_printed_in(out)
     said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", "--drop", "qk_norm")
     with open_layers(tmp_path / "model") as before, open_layers(target) as after:
         for one, other in zip(before, after, strict=True):
@@ -577,7 +577,7 @@ def test_norms_raise_or_are_dropped(capsys, tmp_path):
             )
     assert not any("norm" in name for name in load_file(target) if "self_attn" in name)
     out = said(capsys, "compare", tmp_path / "model", target, status=2)
-    assert refuses("the layers", "qk_norm=Norm(").is_printed_in(out)
+    assert rejects("the layers", "qk_norm=Norm(").is_printed_in(out)
     saved("deepseek_v3", tmp_path / "latents")
     out = said(
         capsys,
@@ -608,7 +608,7 @@ def test_latent_factors_are_rejected(capsys, tmp_path):
     out = said(capsys, "compare", tmp_path / "deepseek_v3", tmp_path / "m.npz")
     assert "in all 2 layers: 2 the same, bit for bit" in " ".join(out.split())
     out = said(capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", *to, status=2)
-    assert refuses("…", {"latent.factors": ...}).is_printed_in(out)
+    assert rejects("…", {"latent.factors": ...}).is_printed_in(out)
     out = said(
         capsys,
         "convert",
@@ -618,7 +618,7 @@ def test_latent_factors_are_rejected(capsys, tmp_path):
         "transformers.DeepSeek",
         status=2,
     )
-    assert refuses("…", {"latent.factors": ...}).is_printed_in(out)
+    assert rejects("…", {"latent.factors": ...}).is_printed_in(out)
 
 
 def test_rope_scaling_is_not_lost_silently(llama, capsys, tmp_path):
@@ -632,7 +632,7 @@ def test_rope_scaling_is_not_lost_silently(llama, capsys, tmp_path):
     target = tmp_path / "m.safetensors"
     out = said(capsys, "convert", folder, target, "--to", "meta.LLaMA", status=2)
     scaling = {"rope.scaling": LinearScaling(4.0)}
-    assert refuses("…", scaling, remedy={"--drop": "rope.scaling"}).is_printed_in(out)
+    assert rejects("…", scaling, remedy={"--drop": "rope.scaling"}).is_printed_in(out)
     said(capsys, "convert", folder, target, "--to", "meta.LLaMA", "--drop", "rope.scaling")
     with open_layers(target) as layers:
         assert layers[0].spec.rope == replace(specs_of(folder)[0].spec.rope, scaling=None)
@@ -656,9 +656,9 @@ def test_biases_are_added_on_request(llama, capsys, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     target = tmp_path / "g.safetensors"
     told = ("convert", folder / "model.npz", target, "--to", "transformers.GPT2", "--drop", "rope")
-    fill = refuses("the layer", qkv_bias=False, remedy={"--fill-bias": True})
+    fill = rejects("the layer", qkv_bias=False, remedy={"--fill-bias": True})
     assert fill.is_printed_in(said(capsys, *told, status=2))
-    assert refuses("…", rope=...).is_printed_in(said(capsys, *told[:-2], "--fill-bias", status=2))
+    assert rejects("…", rope=...).is_printed_in(said(capsys, *told[:-2], "--fill-bias", status=2))
     said(capsys, *told, "--fill-bias")
     written = load_file(target)
     assert not written["layers.0.self_attn.c_attn.bias"].any()
@@ -678,7 +678,7 @@ def test_missing_key_bias_needs_fill_bias(target, got, capsys, tmp_path):
     saved("whisper", tmp_path / "model")
     told = ("convert", tmp_path / "model", tmp_path / "p.safetensors", "--to", target)
     out = said(capsys, *told, status=2)
-    assert refuses("the layer", got, remedy={"--fill-bias": True}).is_printed_in(out)
+    assert rejects("the layer", got, remedy={"--fill-bias": True}).is_printed_in(out)
     assert "--fill-bias adds zero biases" in out
     said(capsys, *told, "--fill-bias")
     with (
@@ -694,7 +694,7 @@ def test_missing_key_bias_needs_fill_bias(target, got, capsys, tmp_path):
 def test_fill_bias_is_not_always_suggested(gemma, capsys, tmp_path):
     """`--fill-bias` is not suggested for Gemma, whose grouped heads GPT-2's layout cannot hold."""
     out = said(capsys, "convert", gemma, tmp_path / "g.npz", "--to", "transformers.GPT2", status=2)
-    assert refuses("the layer", num_heads=4, num_kv_heads=2).is_printed_in(out)
+    assert rejects("the layer", num_heads=4, num_kv_heads=2).is_printed_in(out)
     assert "--fill-bias" not in out
 
 
@@ -733,7 +733,7 @@ def test_inspect_explains_misfit_layers(llama, capsys, tmp_path):
         shutil.copytree(llama, tmp_path / name)
         (tmp_path / name / "config.json").write_text(json.dumps(told | changes))
         out = " ".join(said(capsys, "inspect", tmp_path / name).split())
-        assert refuses("…layers.{i}.self_attn 2 transformers.LLaMA tensors", why).is_printed_in(out)
+        assert rejects("…layers.{i}.self_attn 2 transformers.LLaMA tensors", why).is_printed_in(out)
 
 
 @pytest.mark.parametrize("name", ["weight_scale_inv", "weight.absmax", "SCB", "scales"])
@@ -768,7 +768,7 @@ def test_unusable_config_is_explained(llama, capsys, tmp_path):
     assert "no config.json" in said(capsys, *command, status=2)
     assert "config.json" in said(capsys, "spec", tmp_path / "m", status=2)
     (tmp_path / "m" / "config.json").write_text("{")
-    cut = refuses(str(tmp_path / "m" / "config.json"))
+    cut = rejects(str(tmp_path / "m" / "config.json"))
     assert cut.is_printed_in(said(capsys, "spec", tmp_path / "m", status=2))
 
 
@@ -776,7 +776,7 @@ def test_output_folder_is_not_created(llama, capsys, tmp_path):
     """`convert` to a folder that does not exist exits with 2 and writes nothing."""
     for target in (f"{tmp_path}/new/", tmp_path / "new"):
         out = said(capsys, "convert", llama, target, "--to", "canonical", status=2)
-        assert refuses(str(target)).is_printed_in(out)
+        assert rejects(str(target)).is_printed_in(out)
     assert not list(tmp_path.iterdir())
 
 
@@ -814,7 +814,7 @@ def test_one_from_applies_to_unlabeled_file(llama, capsys, tmp_path):
 def test_unknown_layout_suggests_nearest(name, nearest, capsys):
     """The error for an unknown layout suggests the nearest one."""
     out = said(capsys, "inspect", name, status=2)
-    assert refuses("layout", layout=name, hint=nearest).is_printed_in(out)
+    assert rejects("layout", layout=name, hint=nearest).is_printed_in(out)
 
 
 def test_inspect_shows_long_prefixes_whole(llama, capsys, tmp_path, monkeypatch):
@@ -1034,17 +1034,17 @@ def test_unexercised_window_is_reported(gemma, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("length", "refusal"),
-    [(length, refuses("--seq-len", {"--seq-len": length})) for length in (3, 0, -1, 131073)]
-    + [(100000, refuses("seq_len", "100000, which needs about"))],
+    ("length", "input_error"),
+    [(length, rejects("--seq-len", {"--seq-len": length})) for length in (3, 0, -1, 131073)]
+    + [(100000, rejects("seq_len", "100000, which needs about"))],
 )
-def test_unusable_seq_len_raises_one_line(length, refusal, gemma, capsys):
+def test_unusable_seq_len_raises_one_line(length, input_error, gemma, capsys):
     """A sequence length that is too small or too large exits with 2 and one line."""
     out = said(
         capsys, "run", "--model", gemma, "--backends", "torch", f"--seq-len={length}", status=2
     )
     assert len(out.splitlines()) == 1
-    assert refusal.is_printed_in(out)
+    assert input_error.is_printed_in(out)
 
 
 def test_seq_len_requires_a_model(capsys):
@@ -1061,7 +1061,7 @@ def test_against_requires_a_config(llama, capsys, tmp_path):
     command = ("run", "--backends", "torch", "--model", tmp_path / "alone", *told)
     assert "agrees with the float64 reference" in said(capsys, *command)
     error_line = said(capsys, *command, "--against", "transformers", status=2)
-    assert refuses("--against", "layers.0.self_attn").is_printed_in(error_line)
+    assert rejects("--against", "layers.0.self_attn").is_printed_in(error_line)
     assert "config.json" in error_line
 
 
@@ -1087,7 +1087,7 @@ def test_truncated_config_raises(llama, capsys, tmp_path):
     (folder / "config.json").write_text(whole[: len(whole) // 2])
     told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", "4")
     out = said(capsys, "convert", folder, tmp_path / "c.npz", "--to", "canonical", *told, status=2)
-    assert refuses(str(folder / "config.json")).is_printed_in(out)
+    assert rejects(str(folder / "config.json")).is_printed_in(out)
 
 
 def test_folder_with_weights_is_not_a_target(llama, capsys, tmp_path):
@@ -1096,4 +1096,4 @@ def test_folder_with_weights_is_not_a_target(llama, capsys, tmp_path):
     target.mkdir()
     (target / "model-00001-of-00002.safetensors").touch()
     out = said(capsys, "convert", llama, target, "--to", "canonical", status=2)
-    assert refuses("a folder to write into", "model-00001-of-00002.safetensors").is_printed_in(out)
+    assert rejects("a folder to write into", "model-00001-of-00002.safetensors").is_printed_in(out)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 from mha_spec import AttentionSpec, Rope
 from parity import random_weights
@@ -69,15 +69,15 @@ def test_caller_rope_overrides_whole_layer():
 
 
 @pytest.mark.parametrize(
-    ("said", "refusal"),
+    ("said", "input_error"),
     [
-        ({"num_heads": 8}, refuses("num_heads", "num_heads=8")),
-        ({"rope": Rope(10.0, rotary_dim=2)}, refuses("rope", rope=Rope(10.0, rotary_dim=2))),
+        ({"num_heads": 8}, rejects("num_heads", "num_heads=8")),
+        ({"rope": Rope(10.0, rotary_dim=2)}, rejects("rope", rope=Rope(10.0, rotary_dim=2))),
     ],
 )
-def test_hint_contradicting_layer_raises(said, refusal):
+def test_hint_contradicting_layer_raises(said, input_error):
     """A head count or a rotary dimension that contradicts a whole layer raises an error."""
-    with refusal:
+    with input_error:
         merged(LayerHints.by(CALLER, **said), LayerHints.by(METADATA, spec=SPEC))
 
 
@@ -87,7 +87,7 @@ def test_rope_is_added_only_if_unknown():
     assert merged(
         rope, replace(LayerHints.by(METADATA, spec=plain), may_rotate=True)
     ).spec.rope == Rope(10.0)
-    with refuses("rope", rope=Rope(10.0)):
+    with rejects("rope", rope=Rope(10.0)):
         merged(rope, LayerHints.by("config.json", spec=plain))
 
 
@@ -111,7 +111,7 @@ def test_inspect_reports_contradictions(tmp_path):
         }
     assert found.keys() == {"a", "b"}
     assert all(
-        refuses("num_heads", "num_heads=8").is_printed_in(f"mha-parity: {words}")
+        rejects("num_heads", "num_heads=8").is_printed_in(f"mha-parity: {words}")
         for words in found.values()
     )
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.tensors import bits_of
 from hypothesis import assume, given, settings
@@ -200,11 +200,11 @@ def test_layout_round_trip_is_exact(layout, data, dtype, seed, order, tell):
 
 
 ASK_FOR_HEAD_DIM = {
-    "megatron": refuses(
+    "megatron": rejects(
         "head_dim", num_heads=4, head_dim=4, d_model=10
     ),  # or it is a rank's share of more heads
-    "meta.LLaMA": refuses("head_dim", num_heads=4, head_dim=4, d_model=10),
-    "ttnn": refuses("the heads"),  # which are padded
+    "meta.LLaMA": rejects("head_dim", num_heads=4, head_dim=4, d_model=10),
+    "ttnn": rejects("the heads"),  # which are padded
 }
 
 
@@ -269,21 +269,21 @@ def test_wrong_head_count_lists_others(holds):
     """num_heads=5 raises an error that lists key/value heads of the head counts that fit."""
     layout = packed_layout(holds, grouped=False)
     tensors, _ = tensors_of(layout, AttentionSpec(12, 4, num_kv_heads=2))
-    with refuses("the heads", num_heads=5) as refusal:
+    with rejects("the heads", num_heads=5) as input_error:
         to_canonical(tensors, layout, num_heads=5)
-    assert "(key/value " in refusal.value.rule
+    assert "(key/value " in input_error.value.rule
 
 
 @pytest.mark.parametrize("holds", ["", "x", "qo", "qq", "outq"])
 def test_invalid_projections_raise(holds):
     """A tensor with empty, unknown or repeated projections, or with out among others, raises."""
-    with refuses("holds", holds=holds):
+    with rejects("holds", holds=holds):
         Tensor("x", holds, "weight", "(n h) d")
 
 
 def test_head_tensor_holds_one_projection():
     """A tensor of one head that holds both keys and values raises an error."""
-    with refuses("a tensor of one head", holds="kv"):
+    with rejects("a tensor of one head", holds="kv"):
         Tensor("heads.{n}.kv", "kv", "weight", "h d")
 
 
@@ -482,11 +482,11 @@ def test_unsupported_layer_raises_with_rule(name, rule):
     """A layer that breaks a rule of a layout raises an error with the rule and the value."""
     spec = replace(example(LAYOUTS[name]), **CHANGES[rule])
     field = next(iter(CHANGES[rule]))
-    with refuses("the layer", {field: getattr(spec, field)}) as refusal:
+    with rejects("the layer", {field: getattr(spec, field)}) as input_error:
         from_canonical(random_weights(spec), spec, LAYOUTS[name])
-    assert name in refusal.value.rule
-    assert words_of(rule) in refusal.value.rule
-    assert "\n" not in str(refusal.value)
+    assert name in input_error.value.rule
+    assert words_of(rule) in input_error.value.rule
+    assert "\n" not in str(input_error.value)
 
 
 @sample(6, seed=5)
@@ -496,7 +496,7 @@ def test_shared_kv_is_held_or_rejected(layout):
     spec = replace(example(layout), shared_kv=True)
     weights = random_weights(spec)
     if layout.name not in SHARING:
-        with refuses("the layer", {"shared_kv": True}):
+        with rejects("the layer", {"shared_kv": True}):
             from_canonical(weights, spec, layout)
         return
     tensors = from_canonical(weights, spec, layout)
@@ -529,10 +529,10 @@ LOST = {
 def test_unnamed_weights_are_rejected(weight):
     """Gates, biases, sinks, norms and latents raise in each layout that has no name for them."""
     for name in LAYOUTS:
-        check_held_or_refused(name, weight)
+        check_held_or_rejected(name, weight)
 
 
-def check_held_or_refused(name, weight):
+def check_held_or_rejected(name, weight):
     layout, spec = LAYOUTS[name], example(LAYOUTS[name])
     groups = spec.num_heads if weight == "kv_a_proj" else spec.num_kv_heads
     spec = replace(spec, **NAMELESS[weight], num_kv_heads=groups)
@@ -542,7 +542,7 @@ def check_held_or_refused(name, weight):
         for part in tensor.parts
     ):
         return  # the layout holds it, as the tests of released layers show
-    with refuses("the layer"):
+    with rejects("the layer"):
         from_canonical(random_weights(spec), spec, layout)
 
 
@@ -550,10 +550,10 @@ def check_held_or_refused(name, weight):
 def test_weightless_options_are_not_lost(field):
     """Each layout either carries an option that no weight shows or raises an error for it."""
     for name in LAYOUTS:
-        check_carried_or_refused(name, field)
+        check_carried_or_rejected(name, field)
 
 
-def check_carried_or_refused(name, field):
+def check_carried_or_rejected(name, field):
     layout = LAYOUTS[name]
     spec = SPECS.get(name, example(layout))
     if spec.latent is not None and field in ("rope", "clip_qkv", "v_norm"):
@@ -566,10 +566,10 @@ def check_carried_or_refused(name, field):
         return
     if field == "rope":  # it may be applied outside, but raises an error if a configuration has it
         check_losses([Written(spec)], layout)
-        with refuses("the layer", rope=...):
+        with rejects("the layer", rope=...):
             check_losses([Written(spec, but_for=())], layout)
         return
-    with refuses("the layer", {field: ...}):
+    with rejects("the layer", {field: ...}):
         from_canonical(weights, spec, layout)
     from_canonical(weights, without(spec, [field]), layout)
 
@@ -583,7 +583,7 @@ def test_latent_factors_are_not_lost(name):
         back, _ = to_canonical(from_canonical(weights, spec, layout), layout, spec=spec)
         assert bits_of(back) == bits_of(weights)
         return
-    with refuses("the layer", {"latent.factors": (2.0, 1.5491933384829668)}):
+    with rejects("the layer", {"latent.factors": (2.0, 1.5491933384829668)}):
         from_canonical(weights, spec, layout)
     dropped = without(spec, ["latent.factors"])
     assert dropped == replace(LATENTS, qkv_bias=False)
@@ -594,7 +594,7 @@ def test_latent_factors_are_not_lost(name):
 def test_rope_scaling_drops_separately():
     """RoPE scaling raises in Meta's layout, and can be dropped without the rest of RoPE."""
     spec = replace(GQA, d_kv=7, rope=Rope(500.0, scaling=LinearScaling(2.0)))
-    with refuses("the layer", {"rope.scaling": ...}):
+    with rejects("the layer", {"rope.scaling": ...}):
         from_canonical(random_weights(spec), spec, LAYOUTS["meta.LLaMA"])
     assert without(spec, ["rope.scaling"]).rope == Rope(500.0)
     assert without(spec, ["rope", "rope.scaling"]).rope is None
@@ -734,13 +734,13 @@ def test_specified_round_trip_is_exact(case):
     assert bits_of(back) == bits_of(weights)
     assert sum(x.size for x in laid_out.values()) == sum(x.size for x in weights.values())
     for gone in laid_out:
-        with refuses("tensors", "missing"):
+        with rejects("tensors", "missing"):
             to_canonical(
                 {each: x for each, x in laid_out.items() if each != gone}, LAYOUTS[name], spec=spec
             )
-    with refuses("tensors", "unknown names ['extra']"):
+    with rejects("tensors", "unknown names ['extra']"):
         to_canonical({**laid_out, "extra": np.zeros(3, np.float32)}, LAYOUTS[name], spec=spec)
-    with refuses("tensors"):
+    with rejects("tensors"):
         to_canonical(
             {each: np.concatenate([x, x]) for each, x in laid_out.items()}, LAYOUTS[name], spec=spec
         )
@@ -772,7 +772,7 @@ def test_gate_follows_queries_of_its_head():
 def test_scalar_gate_per_head_is_rejected(name):
     """A gate with one value per head raises in layouts that pack gates with queries."""
     spec = replace(PLAIN, gate=Gate(per_head=True))
-    with refuses("the layer"):
+    with rejects("the layer"):
         from_canonical(random_weights(spec), spec, LAYOUTS[name])
 
 
@@ -791,7 +791,7 @@ def test_four_linear_layouts_hold_any_layer(name, spec):
 
 def test_all_broken_rules_are_reported():
     """A layer that is grouped and not square raises an error with the values of both rules."""
-    with refuses(
+    with rejects(
         "the layer", num_heads=GQA.num_heads, num_kv_heads=GQA.num_kv_heads, d_model=GQA.d_model
     ):
         from_canonical(random_weights(GQA), GQA, LAYOUTS["torch.nn.MultiheadAttention"])
@@ -821,16 +821,16 @@ def test_unsupported_tensors_raise_with_rule(name, rule):
     """Tensors of a layer that breaks a rule of a layout raise an error with the rule."""
     spec = replace(example(LAYOUTS[name]), **CHANGES[rule])
     tensors, _ = tensors_of(replace(LAYOUTS[name], rules=()), spec)
-    with refuses("shapes") as refusal:
+    with rejects("shapes") as input_error:
         to_canonical(tensors, LAYOUTS[name], **told(spec))
-    assert words_of(rule) in refusal.value.rule
+    assert words_of(rule) in input_error.value.rule
 
 
 @pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA", "torchtitan.LLaMA"])
 def test_odd_head_dim_has_no_pairs(name):
     """head_dim=3 raises in layouts of interleaved pairs; the true heads are read."""
     tensors, spec = tensors_of(LAYOUTS[name], replace(GQA, head_dim=6, value_head_dim=6))
-    with refuses("shapes"):
+    with rejects("shapes"):
         to_canonical(tensors, LAYOUTS[name], num_heads=12, num_kv_heads=4, head_dim=3)
     to_canonical(tensors, LAYOUTS[name], **told(spec))
 
@@ -860,7 +860,7 @@ def test_missing_weight_is_named(layout, name):
     layer = (
         name.rpartition(".")[0] or name
     )  # without out_proj.weight, the error names out_proj.bias
-    with refuses("tensors", layer):
+    with rejects("tensors", layer):
         to_canonical(tensors, layout, **told(spec))
 
 
@@ -868,7 +868,7 @@ def test_missing_weight_is_named(layout, name):
 @every_layout
 def test_empty_tensors_are_rejected(layout):
     """An empty dictionary of tensors raises an error in every layout."""
-    with refuses("tensors"):
+    with rejects("tensors"):
         to_canonical({}, layout)
 
 
@@ -878,7 +878,7 @@ def test_empty_tensors_are_rejected(layout):
 def test_unknown_tensor_name_raises(layout, name):
     """A tensor with an unknown name raises an error in every layout."""
     tensors, spec = tensors_of(layout)
-    with refuses("tensors"):
+    with rejects("tensors"):
         to_canonical({**tensors, name: np.zeros(4, np.float32)}, layout, **told(spec))
 
 
@@ -913,7 +913,7 @@ def test_packed_plus_split_weights_raise():
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     packed, _ = tensors_of(layout, MHA)
     split, _ = tensors_of(layout, replace(MHA, d_kv=5))
-    with refuses("tensors"):
+    with rejects("tensors"):
         to_canonical(packed | split, layout, num_heads=4)
 
 
@@ -921,7 +921,7 @@ def test_packed_plus_one_split_weight_raises():
     """A split q_proj_weight in addition to the packed weight raises an error with its name."""
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     packed, _ = tensors_of(layout, MHA)
-    with refuses("tensors", "unknown names ['q_proj_weight']"):
+    with rejects("tensors", "unknown names ['q_proj_weight']"):
         to_canonical(
             {**packed, "q_proj_weight": np.zeros((12, 12), np.float32)}, layout, num_heads=4
         )
@@ -932,7 +932,7 @@ def test_absent_in_proj_weight_raises():
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     packed, _ = tensors_of(layout, MHA)
     del packed["in_proj_weight"]
-    with refuses("tensors", "in_proj_weight"):
+    with rejects("tensors", "in_proj_weight"):
         to_canonical(packed, layout, num_heads=4)
 
 
@@ -941,7 +941,7 @@ def test_incomplete_split_weights_raise():
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     split, _ = tensors_of(layout, replace(MHA, d_kv=5))
     del split["k_proj_weight"]
-    with refuses("tensors", "k_proj_weight"):
+    with rejects("tensors", "k_proj_weight"):
         to_canonical(split, layout, num_heads=4)
 
 
@@ -951,7 +951,7 @@ def test_partial_qkv_biases_raise(layout, name):
     """Biases of only two of q, k and v raise an error."""
     tensors, spec = tensors_of(layout)
     del tensors[name]
-    with refuses("q_proj, k_proj and v_proj"):
+    with rejects("q_proj, k_proj and v_proj"):
         to_canonical(tensors, layout, **told(spec))
 
 
@@ -983,7 +983,7 @@ def test_duplicate_head_raises():
         for name, x in tensors.items()
         if name.startswith("heads.0.")
     }
-    with refuses("tensors", "heads.00.W_key.weight"):
+    with rejects("tensors", "heads.00.W_key.weight"):
         to_canonical(tensors | twice, STACK)
 
 
@@ -991,7 +991,7 @@ def test_missing_head_is_named():
     """A missing head among three raises an error with its name."""
     tensors, _ = tensors_of(STACK, STACKED)
     tensors = {name: x for name, x in tensors.items() if not name.startswith("heads.1.")}
-    with refuses("tensors", "heads.1.W_query.weight"):
+    with rejects("tensors", "heads.1.W_query.weight"):
         to_canonical(tensors, STACK)
 
 
@@ -999,7 +999,7 @@ def test_head_of_other_width_raises():
     """A key weight with 3 rows among heads of 2 features raises an error."""
     tensors, _ = tensors_of(STACK, STACKED)
     tensors["heads.1.W_key.weight"] = np.zeros((3, 5), np.float32)
-    with refuses("shapes"):
+    with rejects("shapes"):
         to_canonical(tensors, STACK)
 
 
@@ -1009,7 +1009,7 @@ def test_bias_of_one_head_raises():
     biases = {
         f"heads.0.W_{name}.bias": np.zeros(2, np.float32) for name in ("query", "key", "value")
     }
-    with refuses("tensors", "heads.1.W_query.bias"):
+    with rejects("tensors", "heads.1.W_query.bias"):
         to_canonical(tensors | biases, STACK)
 
 
@@ -1017,7 +1017,7 @@ def test_query_biases_alone_raise():
     """Biases of only the queries, in every head, raise an error."""
     tensors, _ = tensors_of(STACK, STACKED)
     biases = {f"heads.{n}.W_query.bias": np.zeros(2, np.float32) for n in range(3)}
-    with refuses("q_proj, k_proj and v_proj", "['q_proj.bias']"):
+    with rejects("q_proj, k_proj and v_proj", "['q_proj.bias']"):
         to_canonical(tensors | biases, STACK)
 
 
@@ -1048,7 +1048,7 @@ def test_head_stack_shows_head_count():
 def test_undetermined_heads_raise(name):
     """Tensors whose shapes do not determine the heads raise an error without hints."""
     tensors, _ = tensors_of(LAYOUTS[name])
-    with refuses("the heads"):
+    with rejects("the heads"):
         to_canonical(tensors, LAYOUTS[name])
 
 
@@ -1064,18 +1064,18 @@ def test_head_axis_determines_heads(name):
     assert told(found) == told(spec)
 
 
-def refusal_of(tensors, layout, **said):
+def input_error_of(tensors, layout, **said):
     """Return the message of the error that tensors raise."""
-    with pytest.raises(InputError) as refusal:
+    with pytest.raises(InputError) as input_error:
         to_canonical(tensors, layout, **said)
-    return str(refusal.value)
+    return str(input_error.value)
 
 
 @pytest.mark.parametrize("candidate", ["1 x 6", "2 x 3", "3 x 2", "6 x 1"])
 def test_all_fitting_heads_are_listed(candidate):
     """For a width of 6, the error lists 1 x 6, 2 x 3, 3 x 2 and 6 x 1 heads."""
     tensors, _ = tensors_of(LAYOUTS["torch.nn.MultiheadAttention"], AttentionSpec(6, 2))
-    assert candidate in refusal_of(tensors, LAYOUTS["torch.nn.MultiheadAttention"])
+    assert candidate in input_error_of(tensors, LAYOUTS["torch.nn.MultiheadAttention"])
 
 
 def test_likely_head_sizes_come_first():
@@ -1084,7 +1084,7 @@ def test_likely_head_sizes_come_first():
     tensors = {
         f"{name}_proj.weight": np.zeros((size, 512), np.float32) for name, size in rows.items()
     }
-    words = refusal_of(tensors, LAYOUTS["transformers.LLaMA"])
+    words = input_error_of(tensors, LAYOUTS["transformers.LLaMA"])
     assert (
         "whose shapes fit 8 x 64 (key/value 2), 4 x 128 (key/value 1), 16 x 32 (key/value 4), "
         in words
@@ -1095,7 +1095,7 @@ def test_likely_head_sizes_come_first():
 def test_jointly_required_flags_are_paired():
     """If no single flag decides the heads, the error suggests pairs of flags."""
     tensors = {"qkv_proj.weight": np.zeros((24, 8), np.float32)}
-    words = refusal_of(tensors, LAYOUTS["qkv_proj"])
+    words = input_error_of(tensors, LAYOUTS["qkv_proj"])
     heads, kv_heads, features = "--num-heads", "--num-kv-heads", "--head-dim"
     pairs = [f"{heads} with {kv_heads}", f"{heads} with {features}", f"{kv_heads} with {features}"]
     assert words.endswith(f"; {' or '.join(pairs)} decides")
@@ -1107,7 +1107,7 @@ def test_jointly_required_flags_are_paired():
 def test_ambiguous_heads_list_candidates(candidate):
     """If several heads fit num_heads=4, the error lists them and the flags that decide."""
     tensors = {"qkv_proj.weight": np.zeros((24, 8), np.float32)}
-    words = refusal_of(tensors, LAYOUTS["qkv_proj"], num_heads=4)
+    words = input_error_of(tensors, LAYOUTS["qkv_proj"], num_heads=4)
     assert candidate in words
     assert words.endswith("; --num-kv-heads or --head-dim decides")
 
@@ -1122,7 +1122,7 @@ def test_ambiguous_heads_load_with_hints():
 def test_padded_heads_require_head_dim():
     """ttnn's padded heads raise an error that suggests `--head-dim`."""
     tensors, _ = tensors_of(LAYOUTS["ttnn"])
-    words = refusal_of(tensors, LAYOUTS["ttnn"], num_heads=4, num_kv_heads=2)
+    words = input_error_of(tensors, LAYOUTS["ttnn"], num_heads=4, num_kv_heads=2)
     assert words.endswith("; --head-dim decides")
 
 
@@ -1132,7 +1132,7 @@ def test_invalid_head_size_raises(field, value):
     """A head size that is zero, negative or does not fit raises an error with its value."""
     tensors, spec = tensors_of(LAYOUTS["canonical"])
     said = {**told(spec), field: value}
-    with refuses("the heads" if value > 0 else field, {field: value}):
+    with rejects("the heads" if value > 0 else field, {field: value}):
         to_canonical(tensors, LAYOUTS["canonical"], **said)
 
 
@@ -1140,19 +1140,19 @@ def test_invalid_head_size_raises(field, value):
 def test_non_integer_head_count_raises(value):
     """num_heads of True, 4.0 or '4' raises a TypeError."""
     tensors, _ = tensors_of(LAYOUTS["canonical"])
-    with refuses_type("num_heads", num_heads=value):
+    with rejects_type("num_heads", num_heads=value):
         to_canonical(tensors, LAYOUTS["canonical"], num_heads=value)
 
 
 def test_head_candidates_are_few_and_sorted():
     """For 4096 features the error lists four candidates; for 64, fewer heads come first."""
     tensors = {"qkv_proj.weight": np.zeros((3 * 4096, 8), np.float32)}
-    words = refusal_of(tensors, LAYOUTS["qkv_proj"])
+    words = input_error_of(tensors, LAYOUTS["qkv_proj"])
     assert words.count(" x ") == 4
     tensors = {
         f"{name}.weight": np.zeros((64, 64), np.float32) for name in ("wq", "wk", "wv", "wo")
     }
-    assert "fit 1 x 64 (key/value 1), 2 x 32 (key/value 2), 4 x 16 " in refusal_of(
+    assert "fit 1 x 64 (key/value 1), 2 x 32 (key/value 2), 4 x 16 " in input_error_of(
         tensors, LAYOUTS["meta.LLaMA"]
     )
 
@@ -1162,20 +1162,20 @@ def test_head_candidates_are_few_and_sorted():
 def test_wrong_heads_raise_one_line(layout):
     """The error for num_heads=7 has one line in every layout."""
     tensors, _ = tensors_of(layout)
-    assert "\n" not in refusal_of(tensors, layout, num_heads=7)
+    assert "\n" not in input_error_of(tensors, layout, num_heads=7)
 
 
 def test_number_as_rope_raises():
     """rope=500.0 instead of Rope(500.0) raises a TypeError."""
     tensors, spec = tensors_of(LAYOUTS["canonical"])
-    with refuses_type("rope", rope=500.0):
+    with rejects_type("rope", rope=500.0):
         to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": 500.0})
 
 
 def test_rope_with_odd_head_dim_raises():
     """RoPE raises an error for heads of 3 features."""
     tensors, spec = tensors_of(LAYOUTS["canonical"], MHA)
-    with refuses("shapes"):
+    with rejects("shapes"):
         to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": Rope(500.0)})
 
 
@@ -1189,7 +1189,7 @@ def test_non_finite_tensor_raises(layout, value):
     """A NaN or an infinity in the smallest tensor raises an error that names a projection."""
     tensors, spec = tensors_of(layout)
     min(tensors.values(), key=np.size).flat[0] = value
-    with refuses("…_proj.…"):
+    with rejects("…_proj.…"):
         to_canonical(tensors, layout, **told(spec))
 
 
@@ -1200,7 +1200,7 @@ def test_non_finite_weights_raise(layout):
     spec = example(layout)
     weights = random_weights(spec)
     weights["k_proj.weight"][0, 0] = np.nan
-    with refuses("k_proj.weight", "1 NaN or infinities"):
+    with rejects("k_proj.weight", "1 NaN or infinities"):
         from_canonical(weights, spec, layout)
 
 
@@ -1211,7 +1211,7 @@ def test_mixed_dtypes_raise(layout):
     tensors, spec = tensors_of(layout)
     first = next(iter(tensors))
     tensors[first] = tensors[first].astype(ml_dtypes.bfloat16)
-    with refuses_type("weights", "['bfloat16', 'float32']"):
+    with rejects_type("weights", "['bfloat16', 'float32']"):
         to_canonical(tensors, layout, **told(spec))
 
 
@@ -1223,7 +1223,7 @@ def test_non_float_tensor_raises(layout, wrong):
     tensors, spec = tensors_of(layout)
     first = next(iter(tensors))
     tensors[first] = tensors[first].tolist() if wrong is None else tensors[first].astype(wrong)
-    with refuses_type(first):
+    with rejects_type(first):
         to_canonical(tensors, layout, **told(spec))
 
 
@@ -1237,7 +1237,7 @@ def test_weight_of_wrong_rank_or_size_raises(layout, change):
     tensors, spec = tensors_of(layout)
     first = next(iter(tensors))
     tensors[first] = np.asarray(change(tensors[first]))
-    with refuses("shapes"):
+    with rejects("shapes"):
         to_canonical(tensors, layout, **told(spec))
 
 
@@ -1257,7 +1257,7 @@ def test_transposed_weight_raises(name, weight):
     """A transposed weight that is not square raises an error."""
     tensors, spec = tensors_of(LAYOUTS[name])
     tensors[weight] = tensors[weight].T
-    with refuses("shapes"):
+    with rejects("shapes"):
         to_canonical(tensors, LAYOUTS[name], **told(spec))
 
 
@@ -1284,7 +1284,7 @@ def test_nonzero_ttnn_padding_raises(name, rope, value):
     tensors, spec = tensors_of(LAYOUTS["ttnn"], replace(example(LAYOUTS["ttnn"]), rope=rope))
     padded = tensors[name].T if name == "out_proj.weight" else tensors[name]
     padded[-1, 31] = value
-    with refuses("features that pad the heads of …", "others"):
+    with rejects("features that pad the heads of …", "others"):
         to_canonical(tensors, LAYOUTS["ttnn"], **told(spec))
 
 
@@ -1292,7 +1292,7 @@ def test_ttnn_padding_reveals_missing_rope():
     """ttnn's heads padded for RoPE raise an error if they are read without RoPE."""
     spec = AttentionSpec(10, 2, head_dim=40, rope=Rope(500.0))  # 64 features either way
     tensors, _ = tensors_of(LAYOUTS["ttnn"], spec)
-    with refuses("features that pad the heads of q_proj.weight", "others"):
+    with rejects("features that pad the heads of q_proj.weight", "others"):
         to_canonical(tensors, LAYOUTS["ttnn"], num_heads=2, num_kv_heads=2, head_dim=40)
 
 

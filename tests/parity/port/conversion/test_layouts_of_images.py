@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.checkpoints import open_layers
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.released_models import draw
 from safetensors.numpy import load_file
 
@@ -109,8 +109,8 @@ def test_swin_bias_is_not_lost_silently(family, tmp_path, capsys):
     command += ["--from", "transformers.BERT", "--prefix", BLOCKS, "--head-dim", "8"]
     assert main(command) == 2
     name, remedy = "'self.relative_position_bias_table'", {"--drop": "relative_position_bias"}
-    refusal = refuses(f"the purpose of [{name}] in transformers.BERT", remedy=remedy)
-    assert refusal.is_printed_in(capsys.readouterr().err)
+    input_error = rejects(f"the purpose of [{name}] in transformers.BERT", remedy=remedy)
+    assert input_error.is_printed_in(capsys.readouterr().err)
     assert not (tmp_path / "c.npz").exists()
     assert main([*command, "--drop", "relative_position_bias"]) == 0
     assert main(["inspect", str(tmp_path / "model")]) == 0
@@ -132,7 +132,7 @@ def test_unused_drop_is_not_recorded(tmp_path):
 def test_swin_v2_attention_raises(tmp_path):
     """Converting Swin v2, whose attention uses cosines, raises an error about its tensors."""
     saved(transformers.Swinv2Model, tmp_path / "model")
-    with refuses("tensors"):
+    with rejects("tensors"):
         convert_file(
             tmp_path / "model",
             tmp_path / "c.npz",
@@ -175,7 +175,7 @@ def under(prefix, tensors):
 def test_position_bias_raises_in_memory(layout, made, tmp_path):
     """`convert` of arrays raises and names a position bias table; without it, ViT-5 converts."""
     layer = made(tmp_path / "model")
-    with refuses("the purpose of […relative_position_bias_table'] in transformers.ViT…"):
+    with rejects("the purpose of […relative_position_bias_table'] in transformers.ViT…"):
         convert(layer, source=layout, target="canonical", num_heads=2)
     layer = {name: x for name, x in layer.items() if "relative_position" not in name}
     if layout == "transformers.ViT-5":

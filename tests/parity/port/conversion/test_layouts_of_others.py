@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 from mha_spec import Gate, Latent, Norm, Rope, YarnScaling
@@ -533,7 +533,7 @@ def test_ambiguous_stack_axis_raises(tmp_path):
         {name: (x.shape, x.dtype) for name, x in tensors.items()},
         tensors.__getitem__,
     )
-    with refuses(
+    with rejects(
         "the axis of a stack",
         "shapes that fit on [0, 1]",
         where="params.decoder.layers.self_attention",
@@ -544,9 +544,9 @@ def test_ambiguous_stack_axis_raises(tmp_path):
 def test_maxtext_requires_spec_with_scale(tmp_path):
     """Loading a maxtext layer without a spec, or with a spec that has no scale, raises an error."""
     path, _ = scanned(tmp_path, 0)
-    with refuses("a layer in maxtext", where="params.decoder.layers.self_attention"):
+    with rejects("a layer in maxtext", where="params.decoder.layers.self_attention"):
         load(path, "maxtext", prefix=PREFIX, num_heads=6)
-    with refuses("the layer"):
+    with rejects("the layer"):
         load(path, "maxtext", prefix=PREFIX, spec=NORMED)
 
 
@@ -565,5 +565,5 @@ def test_maxtext_indexer_is_rejected(tmp_path):
         {name: (x.shape, x.dtype) for name, x in tensors.items()},
         tensors.__getitem__,
     )
-    with refuses("tensors", "unknown names ['indexer.wk.kernel']", where="a"):
+    with rejects("tensors", "unknown names ['indexer.wk.kernel']", where="a"):
         load(tmp_path / "a.npz", "maxtext.MLA", prefix="a", spec=LATENTS)

@@ -7,7 +7,7 @@ import tomllib
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 import parity
 from mha_spec import Gate, InputError, InputTypeError, Norm, Rope
@@ -461,7 +461,7 @@ def test_foreign_stack_on_second_axis(tmp_path, rng, size):
     paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     options = {"source": "own", "target": "canonical", "to_prefix": "l.{i}", "num_heads": 2}
     if size == 8:
-        with refuses("the axis of a stack"):
+        with rejects("the axis of a stack"):
             parity.convert_file(*paths, **options)
         return
     parity.convert_file(*paths, **options)
@@ -487,9 +487,9 @@ def test_edited_table_reads_no_older_file(tmp_path, changes):
     register_layout(changed())
     parity.save(tmp_path / "a.safetensors", weights, spec, "own", prefix="l.0")
     register_layout(changed(**changes))
-    with refuses("the table of own"):
+    with rejects("the table of own"):
         parity.load(tmp_path / "a.safetensors")
-    with refuses("the table of own"):
+    with rejects("the table of own"):
         parity.load(tmp_path / "a.safetensors", "own", prefix="l.0", num_heads=N)
     in_other_order = dict(reversed(GOOD["tensors"].items()))
     register_layout(changed(about="reworded", ignored=["x"], tensors=in_other_order))
@@ -528,7 +528,7 @@ def test_kept_tensor_stays_ignored(tmp_path, name, pattern):
     paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     options = {"source": "own", "target": "canonical", "num_heads": N}
     if pattern in ("sinks", "*_proj.weight"):
-        with refuses(f"l.0.{name}", remedy={"keep_rest": False}):
+        with rejects(f"l.0.{name}", remedy={"keep_rest": False}):
             parity.convert_file(*paths, **options)
         options["keep_rest"] = False
     parity.convert_file(*paths, **options)
@@ -655,9 +655,9 @@ def test_bad_table_names_key_and_rule(subtests):
     """A bad table raises one line with its key and what is allowed, and registers nothing."""
     for name, (table, key, allowed) in BAD.items():
         with subtests.test(name):
-            with pytest.raises(InputError) as refusal:
+            with pytest.raises(InputError) as input_error:
                 register_layout(table)
-            error = refusal.value
+            error = input_error.value
             assert error.argument.encode("unicode_escape").decode() == f"the key {key}"
             assert allowed in f"{error.rule}; {error.hint}"
             assert str(error).isprintable()
@@ -680,16 +680,16 @@ def test_bad_file_is_named(tmp_path, text, words):
     """An error about the file of a table begins with its path."""
     path = tmp_path / "bad.toml"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(InputError) as refusal:
+    with pytest.raises(InputError) as input_error:
         register_layout(path)
-    assert str(refusal.value).startswith(str(path))
-    assert words in str(refusal.value)
+    assert str(input_error.value).startswith(str(path))
+    assert words in str(input_error.value)
 
 
 def test_layout_of_code_is_checked_too():
     """A `Layout` from Python with an unknown rule raises; every layout of this package passes."""
     form = tuple(Tensor(name, name, "weight", "(n h) d") for name in "qkv")
-    with refuses("the key rules"):
+    with rejects("the key rules"):
         register_layout(Layout("own", "", "", (form,), rules=("evn",)))
     assert register_layout(Layout("own", "", "", (form,))) is find_layout("own")
     for layout in LAYOUTS.values():
@@ -707,7 +707,7 @@ def test_table_can_be_registered_again():
 def test_unfit_layer_is_rejected_by_rule():
     """A layer that the tensors cannot hold is rejected with the rule that follows from them."""
     register_layout({"name": "own", **FEATURES["axis of projections"][2]})
-    with refuses("the layer", num_kv_heads=K, num_heads=N):
+    with rejects("the layer", num_kv_heads=K, num_heads=N):
         parity.convert(random_weights(GROUPED), source="canonical", target="own", spec=GROUPED)
 
 
@@ -843,19 +843,19 @@ def test_wrong_prefix_of_a_table_is_named(tmp_path, rng):
     path = tmp_path / "own.safetensors"
     names = [f"right.0.{name}" for name in GOOD["tensors"]]
     save_tensors(path, {name: rng.standard_normal((8, 8)) for name in names}, {})
-    with refuses("the key prefix", "'wrong.{i}'") as refusal:
+    with rejects("the key prefix", "'wrong.{i}'") as input_error:
         parity.load(path, "own", num_heads=2)
-    assert refusal.value.where == "the layout own"
-    assert refusal.value.remedy == [{"prefix": "right.{i}"}]
-    with refuses("prefix", prefix="other"):
+    assert input_error.value.where == "the layout own"
+    assert input_error.value.remedy == [{"prefix": "right.{i}"}]
+    with rejects("prefix", prefix="other"):
         parity.load(path, "own", prefix="other", num_heads=2)
 
 
 def test_unknown_name_leads_to_tables():
     """The message about an unknown name says how a table is passed."""
-    with refuses("layout", layout="nebula") as refusal:
+    with rejects("layout", layout="nebula") as input_error:
         find_layout("nebula")
-    assert "--layout FILE.toml" in refusal.value.hint
+    assert "--layout FILE.toml" in input_error.value.hint
 
 
 # ---- Proposals -----------------------------------------------------------------------------------

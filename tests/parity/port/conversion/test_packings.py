@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -184,5 +184,5 @@ def test_fused_names_list_both_packings(names, tmp_path):
     packings = {each["packing"] for each in json.loads((tmp_path / "i.json").read_text())["layers"]}
     assert any("group" in each for each in packings)
     assert any("all q" in each for each in packings)
-    with refuses("layout"):
+    with rejects("layout"):
         load(tmp_path / "w.pt", prefix="h.0", num_heads=4)

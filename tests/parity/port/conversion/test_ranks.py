@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 import parity
@@ -163,9 +163,9 @@ def test_ambiguous_sharded_norms_raise(tmp_path):
     """Norms that may be shards or copies raise an error with rank and tensor if they differ."""
     spec = replace(WIDTH, num_heads=4)
     folder = save(tmp_path, "megatron", tensors_of_ranks("megatron", spec, random_weights(spec), 4))
-    with refuses(str(folder), rank=1, tensor=...) as refusal:
+    with rejects(str(folder), rank=1, tensor=...) as input_error:
         read(folder)
-    assert "q_layernorm.weight" in str(refusal.value)
+    assert "q_layernorm.weight" in str(input_error.value)
 
 
 def test_convert_reports_norms_over_ranks(tmp_path, capsys):
@@ -234,7 +234,7 @@ def test_single_rank_is_not_converted(meta, tmp_path):
         "prefix": "layers.{i}.attention",
         **HEADS,
     }
-    with refuses("…/consolidated.00.pth", "rank 0 alone"):
+    with rejects("…/consolidated.00.pth", "rank 0 alone"):
         convert_file(folder / "consolidated.00.pth", tmp_path / "a.npz", **options)
     converted = convert_file(folder, tmp_path / "a.npz", **options)
     assert (converted.layers, converted.spec) == (["layers.0.attention"], META)
@@ -249,7 +249,7 @@ def test_renamed_rank_file_needs_head_dim(meta, tmp_path):
     options = {"prefix": "layers.0.attention", "num_kv_heads": 1, "rope": META.rope}
     for num_heads, num_kv_heads in ((4, 2), (2, 1)):
         kv = {"num_kv_heads": num_kv_heads}
-        with refuses(
+        with rejects(
             "head_dim", num_heads=num_heads, head_dim=..., d_model=32, where="layers.0.attention"
         ):
             parity.load(tmp_path / "a.pth", "meta.LLaMA", num_heads=num_heads, **options | kv)
@@ -263,12 +263,12 @@ def test_missing_ranks_raise(meta, tmp_path):
     """A folder without rank 2 raises, as does loading a layer from ranks 0 and 1 of four."""
     folder, _ = meta
     (folder / "consolidated.02.pth").rename(tmp_path / "consolidated.02.pth")
-    with refuses("…/meta"):
+    with rejects("…/meta"):
         read(folder)
-    with refuses("…/consolidated.02.pth", "rank 2 alone"):
+    with rejects("…/consolidated.02.pth", "rank 2 alone"):
         read(tmp_path / "consolidated.02.pth")
     (folder / "consolidated.03.pth").unlink()  # now only the heads show that there were four
-    with refuses("head_dim", num_heads=4, head_dim=4, d_model=32, where="layers.0.attention"):
+    with rejects("head_dim", num_heads=4, head_dim=4, d_model=32, where="layers.0.attention"):
         parity.load(folder, "meta.LLaMA", prefix="layers.0.attention", num_heads=4, num_kv_heads=2)
 
 
@@ -280,13 +280,13 @@ def test_inconsistent_ranks_raise(meta):
     last = folder / "consolidated.03.pth"
     tensors = torch.load(last)
     torch.save(tensors | {"norm.weight": tensors["norm.weight"] + 1}, last)
-    with refuses(str(folder), tensor="norm.weight", rank=3):
+    with rejects(str(folder), tensor="norm.weight", rank=3):
         read(folder)
     torch.save(tensors | {"norm.weight": tensors["norm.weight"][1:]}, last)
-    with refuses("…/consolidated.03.pth", "others: norm.weight"):
+    with rejects("…/consolidated.03.pth", "others: norm.weight"):
         read(folder)
     shutil.copy(folder / "consolidated.02.pth", last)
-    with refuses(str(folder), ranks=[2, 3]):
+    with rejects(str(folder), ranks=[2, 3]):
         read(folder)
 
 
@@ -296,7 +296,7 @@ def test_pipeline_stages_raise(tmp_path):
         tmp_path / "ranks", "megatron", tensors_of_ranks("megatron", GPT, random_weights(GPT), 2)
     )
     shutil.copytree(folder / "mp_rank_01", folder / "mp_rank_01_001")
-    with refuses("…/ranks", "mp_rank_01_001"):
+    with rejects("…/ranks", "mp_rank_01_001"):
         read(folder)
 
 
@@ -312,7 +312,7 @@ def test_unknown_sharded_tensor_raises(tmp_path, capsys):
         "prefix": "layers.{i}.attention",
         **HEADS,
     }
-    with refuses(str(folder)):
+    with rejects(str(folder)):
         convert_file(folder, tmp_path / "a.npz", **options)
     assert not (tmp_path / "a.npz").exists()
     command = [
@@ -421,9 +421,9 @@ def test_written_ranks_store_their_count(meta, tmp_path):
     }
     convert_file(folder, tmp_path / "ranks", ranks=4, **options)
     (tmp_path / "ranks" / "consolidated.03.pth").rename(tmp_path / "a.pth")
-    with refuses("…/ranks", "3"):
+    with rejects("…/ranks", "3"):
         read(tmp_path / "ranks")
-    with refuses("…/a.pth", "the file of one"):
+    with rejects("…/a.pth", "the file of one"):
         read(tmp_path / "a.pth")
 
 
@@ -463,16 +463,16 @@ def test_convert_writes_ranks(meta, tmp_path, capsys):
     )
     assert main([*arguments, "--ranks", "2"]) == 2
     assert f"{tmp_path / 'eight'} exists" in capsys.readouterr().err
-    for ranks, refusal in {
-        "8": refuses("--ranks", {"--ranks": 8, "--num-kv-heads": 4}),
-        "3": refuses("--ranks", {"--ranks": 3, "--num-kv-heads": 4}),
-        "0": refuses("--ranks", {"--ranks": 0}),
+    for ranks, input_error in {
+        "8": rejects("--ranks", {"--ranks": 8, "--num-kv-heads": 4}),
+        "3": rejects("--ranks", {"--ranks": 3, "--num-kv-heads": 4}),
+        "0": rejects("--ranks", {"--ranks": 0}),
     }.items():
         assert main([*arguments, "--ranks", ranks]) == 2
-        assert refusal.is_printed_in(capsys.readouterr().err)
+        assert input_error.is_printed_in(capsys.readouterr().err)
     other = [*arguments[:2], str(tmp_path / "new"), *arguments[3:], "--ranks", "2"]
     assert main([*other, "--to", "canonical"]) == 2
-    assert refuses("--ranks", {"--ranks": 2, "layout.name": "canonical"}).is_printed_in(
+    assert rejects("--ranks", {"--ranks": 2, "layout.name": "canonical"}).is_printed_in(
         capsys.readouterr().err
     )
     assert main([*other, "--max-shard-gib", "1"]) == 2
@@ -488,12 +488,12 @@ def test_unshardable_tensors_raise(meta, tmp_path):
         "prefix": "layers.{i}.attention",
         **HEADS,
     }
-    with refuses("ranks", ranks=2, label="layers[0]"):
+    with rejects("ranks", ranks=2, label="layers[0]"):
         convert_file(
             folder, tmp_path / "a", ranks=2, to_prefix="layers", keep_rest=False, **options
         )
     options["target"] = "megatron"
-    with refuses("tok_embeddings.weight"):
+    with rejects("tok_embeddings.weight"):
         convert_file(folder, tmp_path / "a", ranks=2, **options)
     assert not (tmp_path / "a").exists()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import transformers
 from helpers.checkpoints import open_layers
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.saved_models import saved
 from helpers.tensors import same_tensors
 from safetensors.numpy import load_file, save_file
@@ -110,7 +110,7 @@ def test_different_copies_raise(tmp_path):
     trained = "decoder.block.2.layer.0.SelfAttention"
     tensors[f"{trained}.relative_bias"] = tensors[f"{trained}.relative_bias"] + np.float32(1)
     save_file(tensors, path, metadata)
-    with refuses(f"relative_bias of {trained}"):
+    with rejects(f"relative_bias of {trained}"):
         convert_file(path, tmp_path / "back.safetensors", target="transformers.T5")
     assert not (tmp_path / "back.safetensors").exists()
 
@@ -123,7 +123,7 @@ def test_invalid_sharing_metadata_raises(shared, tmp_path):
     convert_file(tmp_path / "model", path, target="mha_jax")
     tensors, metadata = load_tensors(path)
     save_file(tensors, path, {**metadata, "shared": shared})
-    with refuses(str(path)):
+    with rejects(str(path)):
         convert_file(path, tmp_path / "back.safetensors", target="transformers.T5")
 
 
@@ -185,5 +185,5 @@ def test_ambiguous_layer_suggests_prefixes(tmp_path, capsys):
     command = ["write", str(tmp_path / "model"), "--to", "torch"]
     assert main([*command, "--layer", "0"]) == 2
     prefix = "decoder.block.0.layer.1.EncDecAttention"
-    assert refuses("--layer", remedy={"--prefix": prefix}).is_printed_in(capsys.readouterr().err)
+    assert rejects("--layer", remedy={"--prefix": prefix}).is_printed_in(capsys.readouterr().err)
     assert main([*command, "--prefix", prefix]) == 0

@@ -8,8 +8,8 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
 from helpers.checkpoints import open_layers
+from helpers.input_errors import rejects
 from helpers.layouts import layout_fits
-from helpers.refusals import refuses
 from helpers.samples import sample
 from helpers.tensors import bits_of, read_tensors, write_tensor_file
 
@@ -189,11 +189,11 @@ def test_stacked_layers_load_by_index(tmp_path):
                 same_bits(layer.load()[0], random_weights(SPEC, seed=i))
                 for i, layer in enumerate(layers)
             )
-    with refuses("prefix"):
+    with rejects("prefix"):
         load(tmp_path / "b.npz")
-    with refuses("prefix", "prefix='a[12]' of a stack of 12"):
+    with rejects("prefix", "prefix='a[12]' of a stack of 12"):
         load(tmp_path / "b.npz", prefix="a[12]")
-    with refuses("prefix", "prefix='layers.0.self_attn[0]' of no stack"):
+    with rejects("prefix", "prefix='layers.0.self_attn[0]' of no stack"):
         load(source, "canonical", prefix="layers.0.self_attn[0]", num_heads=4)
 
 
@@ -209,7 +209,7 @@ def test_stack_slice_requires_dropping_rest(tmp_path):
         to_prefix="a",
         num_heads=4,
     )
-    with refuses("prefix", prefix="a[1]"):
+    with rejects("prefix", prefix="a[1]"):
         convert_file(tmp_path / "b.npz", tmp_path / "c.npz", target="canonical", prefix="a[1]")
     convert_file(
         tmp_path / "b.npz", tmp_path / "c.npz", target="canonical", prefix="a[1]", keep_rest=False
@@ -218,27 +218,27 @@ def test_stack_slice_requires_dropping_rest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "refusal"),
+    ("change", "input_error"),
     [
         (
             lambda tensors: (
                 tensors.update(numbered(6)) or [tensors.pop(n) for n in list(tensors) if ".4." in n]
             ),
-            refuses("layers", layers=[0, 1, 2, 3, 5]),
+            rejects("layers", layers=[0, 1, 2, 3, 5]),
         ),
         (
             lambda tensors: tensors.update(
                 {n: x.astype(np.float16) for n, x in tensors.items() if ".1." in n}
             ),
-            refuses("layers"),
+            rejects("layers"),
         ),
     ],
 )
-def test_unstackable_layers_raise(tmp_path, change, refusal):
+def test_unstackable_layers_raise(tmp_path, change, input_error):
     """Stacking layers with a gap in their numbers or with different dtypes raises an error."""
     tensors = numbered()
     change(tensors)
-    with refusal:
+    with input_error:
         convert_file(
             write_tensor_file(tmp_path / "a.npz", tensors),
             tmp_path / "b.npz",
@@ -256,7 +256,7 @@ def test_nan_in_a_stack_raises(tmp_path):
     tensors["v_proj.weight"][1, 2, 3] = np.nan
     for suffix in ("safetensors", "npz"):
         source = write_tensor_file(tmp_path / f"a.{suffix}", tensors)
-        with refuses("v_proj.weight", "NaN or infinities"):
+        with rejects("v_proj.weight", "NaN or infinities"):
             convert_file(
                 source, tmp_path / "b.npz", source="canonical", target="mha_jax", num_heads=4
             )
@@ -266,7 +266,7 @@ def test_stacks_of_unequal_length_raise(tmp_path):
     """Tensors that stack two and three layers raise an error with both numbers."""
     tensors = {name: np.stack([x, x]) for name, x in random_weights(SPEC).items()}
     tensors["q_proj.bias"] = np.zeros((3, 16), np.float32)
-    with refuses("stacked tensors", "[2, 3]"):
+    with rejects("stacked tensors", "[2, 3]"):
         convert_file(
             write_tensor_file(tmp_path / "a.npz", tensors),
             tmp_path / "b.npz",

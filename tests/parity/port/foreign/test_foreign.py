@@ -16,7 +16,7 @@ import pytest
 import torch
 from flax import nnx
 from helpers import ROOT
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.tensors import bits_of
 
@@ -245,30 +245,30 @@ def test_layer_is_saved_with_its_spec(tmp_path):
 @pytest.mark.parametrize("name", LAYERS)
 def test_fields_without_support_raise(name, changed):
     """RoPE and output dropout raise an error for the layers of all libraries."""
-    with refuses("the spec of a …Attention", changed):
+    with rejects("the spec of a …Attention", changed):
         made(name, replace(SQUARE, **changed))
 
 
 @pytest.mark.parametrize(
-    ("name", "spec", "refusal"),
+    ("name", "spec", "input_error"),
     [
-        ("torch.nn.MultiheadAttention", GROUPED, refuses("the layer")),
-        ("torch.nn.MultiheadAttention", CROSS, refuses("the layer")),
-        ("torch.nn.MultiheadAttention", replace(SQUARE, out_bias=False), refuses("the layer")),
-        ("flax.nnx.MultiHeadAttention", replace(SQUARE, out_proj=False), refuses("the layer")),
-        ("flax.linen.MultiHeadDotProductAttention", GROUPED, refuses("the layer")),
-        ("keras.layers.MultiHeadAttention", GROUPED, refuses("the layer")),
+        ("torch.nn.MultiheadAttention", GROUPED, rejects("the layer")),
+        ("torch.nn.MultiheadAttention", CROSS, rejects("the layer")),
+        ("torch.nn.MultiheadAttention", replace(SQUARE, out_bias=False), rejects("the layer")),
+        ("flax.nnx.MultiHeadAttention", replace(SQUARE, out_proj=False), rejects("the layer")),
+        ("flax.linen.MultiHeadDotProductAttention", GROUPED, rejects("the layer")),
+        ("keras.layers.MultiHeadAttention", GROUPED, rejects("the layer")),
         (
             "keras.layers.GroupQueryAttention",
             CROSS,
-            refuses("a keras.layers.GroupQueryAttention", {"spec.d_model": 10, "spec.d_in": 18}),
+            rejects("a keras.layers.GroupQueryAttention", {"spec.d_model": 10, "spec.d_in": 18}),
         ),
-        ("equinox.nn.MultiheadAttention", GROUPED, refuses("the layer")),
+        ("equinox.nn.MultiheadAttention", GROUPED, rejects("the layer")),
     ],
 )
-def test_unsupported_spec_raises(name, spec, refusal):
+def test_unsupported_spec_raises(name, spec, input_error):
     """A specification that a library does not support raises an error."""
-    with refusal:
+    with input_error:
         made(name, spec)
 
 
@@ -298,9 +298,9 @@ def test_weights_of_other_heads_raise(name, spec):
     other = replace(spec, num_heads=heads, num_kv_heads=heads, head_dim=size, value_head_dim=size)
     weights = random_weights(other, seed=1)
     assert {key: x.shape for key, x in weights.items()} == {key: x[1] for key, x in before.items()}
-    with refuses_type("spec", spec=None):
+    with rejects_type("spec", spec=None):
         parity.load_into(layer, weights)
-    with refuses("the module"):
+    with rejects("the module"):
         parity.load_into(layer, weights, other)
     assert bits_of(parity.weights_of(layer)) == before
 
@@ -313,22 +313,22 @@ def spoiled(weights):
 
 @sample(12)
 @pytest.mark.parametrize(
-    ("change", "refusal"),
+    ("change", "input_error"),
     [
-        (doubled, refuses("k_proj.weight")),
-        (halved, refuses_type("…bias")),
-        (lacking, refuses("weights", missing=..., unexpected=[])),
-        (spoiled, refuses("q_proj.bias")),
+        (doubled, rejects("k_proj.weight")),
+        (halved, rejects_type("…bias")),
+        (lacking, rejects("weights", missing=..., unexpected=[])),
+        (spoiled, rejects("q_proj.bias")),
     ],
 )
 @every_library
-def test_invalid_weights_change_nothing(name, spec, change, refusal):
+def test_invalid_weights_change_nothing(name, spec, change, input_error):
     """Weights of a wrong shape or dtype, missing ones and NaN raise
     an error, and the layer does not change.
     """
     layer = made(name, spec)
     before = bits_of(parity.weights_of(layer))
-    with refusal:
+    with input_error:
         parity.load_into(layer, change(random_weights(spec, seed=1)), spec)
     assert bits_of(parity.weights_of(layer)) == before
 
@@ -341,7 +341,7 @@ def test_wrong_heads_change_nothing(name, spec):
         replace(spec, num_heads=2, num_kv_heads=2, head_dim=2 * spec.head_dim),
     )
     before = bits_of(parity.weights_of(layer))
-    with refuses("the module", "num_heads=4"):
+    with rejects("the module", "num_heads=4"):
         parity.load_into(layer, random_weights(other), other)
     assert bits_of(parity.weights_of(layer)) == before
 
@@ -352,55 +352,55 @@ def built(layer):
 
 
 @pytest.mark.parametrize(
-    ("make", "refusal"),
+    ("make", "input_error"),
     [
         (
             lambda: torch.nn.MultiheadAttention(24, 4, add_bias_kv=True),
-            refuses("module", add_bias_kv=True, add_zero_attn=False),
+            rejects("module", add_bias_kv=True, add_zero_attn=False),
         ),
         (
             lambda: torch.nn.MultiheadAttention(24, 4, kdim=8, vdim=9),
-            refuses("module", kdim=8, vdim=9),
+            rejects("module", kdim=8, vdim=9),
         ),
         (
             lambda: made("flax.nnx.MultiHeadAttention", SQUARE, normalize_qk=True),
-            refuses("…Attention", normalize_qk=True),
+            rejects("…Attention", normalize_qk=True),
         ),
         (
             lambda: made("flax.linen.MultiHeadDotProductAttention", SQUARE, normalize_qk=True),
-            refuses("…Attention", normalize_qk=True),
+            rejects("…Attention", normalize_qk=True),
         ),
         (
             lambda: flax.linen.MultiHeadDotProductAttention(4),
-            refuses("a module of flax.linen", "an unbound MultiHeadDotProductAttention"),
+            rejects("a module of flax.linen", "an unbound MultiHeadDotProductAttention"),
         ),
         (
             lambda: keras.layers.MultiHeadAttention(4, 6),
-            refuses("a keras.layers.MultiHeadAttention"),
+            rejects("a keras.layers.MultiHeadAttention"),
         ),
         (
             lambda: built(keras.layers.MultiHeadAttention(4, 6, sliding_window=3)),
-            refuses("a keras.layers.MultiHeadAttention", sliding_window=3),
+            rejects("a keras.layers.MultiHeadAttention", sliding_window=3),
         ),
         (
             lambda: built(keras.layers.MultiHeadAttention(4, 6, value_dim=5)),
-            refuses("a keras.layers.MultiHeadAttention", value_dim=5),
+            rejects("a keras.layers.MultiHeadAttention", value_dim=5),
         ),
         (
             lambda: built(keras.layers.GroupQueryAttention(6, 4, 2, use_gate=True)),
-            refuses("a keras.layers.GroupQueryAttention", use_gate=True),
+            rejects("a keras.layers.GroupQueryAttention", use_gate=True),
         ),
         (
             lambda: made("equinox.nn.MultiheadAttention", SQUARE, vo_size=5),
-            refuses("module", qk_size=6, vo_size=5),
+            rejects("module", qk_size=6, vo_size=5),
         ),
         (
             lambda: made("equinox.nn.MultiheadAttention", SQUARE, use_key_bias=False),
-            refuses("q_proj, k_proj and v_proj", "['q_proj.bias', 'v_proj.bias']"),
+            rejects("q_proj, k_proj and v_proj", "['q_proj.bias', 'v_proj.bias']"),
         ),
     ],
 )
-def test_undescribed_layer_raises(make, refusal):
+def test_undescribed_layer_raises(make, input_error):
     """A layer that no specification describes raises an error in
     `spec_of`, `weights_of` and `load_into`.
     """
@@ -410,7 +410,7 @@ def test_undescribed_layer_raises(make, refusal):
         parity.weights_of,
         lambda layer: parity.load_into(layer, random_weights(SQUARE), SQUARE),
     ):
-        with refusal:
+        with input_error:
             function(layer)
 
 
@@ -418,7 +418,7 @@ def test_wrapped_flax_projection_raises():
     """A projection of nnx inside LoRA raises an error that names its kernel."""
     module = made("flax.nnx.MultiHeadAttention", SQUARE)
     module.query = nnx.LoRA(24, 2, 24, base_module=module.query, rngs=nnx.Rngs(0))
-    with refuses("tensors", "query.kernel"):
+    with rejects("tensors", "query.kernel"):
         parity.load_into(module, random_weights(SQUARE), SQUARE)
 
 
@@ -432,13 +432,13 @@ def test_wrapped_flax_projection_raises():
 )
 def test_unknown_module_raises_type_error(make):
     """A module that is not attention, or a number, raises a `TypeError`."""
-    with refuses_type("module"):
+    with rejects_type("module"):
         parity.weights_of(make())
 
 
 def test_an_unknown_layer_has_no_adapter():
     """The adapter of an unknown layer raises an error that names the layer."""
-    with refuses("a layer", "'nope'"):
+    with rejects("a layer", "'nope'"):
         load_adapter("nope")
 
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers.input_errors import rejects
 from helpers.layouts import undetermined_fields
-from helpers.refusals import refuses
 from helpers.samples import sample
 
 import mha_torch
@@ -717,47 +717,47 @@ def test_wrong_table_is_detected(name, change):
 def test_torch_key_and_value_biases_raise():
     """Weights of torch's `add_bias_kv` raise an error that names them."""
     module = torch.nn.MultiheadAttention(24, 4, add_bias_kv=True)
-    with refuses("tensors", "unknown names ['bias_k', 'bias_v']"):
+    with rejects("tensors", "unknown names ['bias_k', 'bias_v']"):
         to_canonical(read_torch(module), LAYOUTS["torch.nn.MultiheadAttention"], num_heads=4)
 
 
 def test_torch_unequal_kv_widths_raise():
     """Keys and values of different input widths in torch raise an error about shapes."""
     module = torch.nn.MultiheadAttention(24, 4, kdim=15, vdim=9)
-    with refuses("shapes"):
+    with rejects("shapes"):
         to_canonical(read_torch(module), LAYOUTS["torch.nn.MultiheadAttention"], num_heads=4)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "refusal"),
+    ("name", "options", "input_error"),
     [
         (
             "flax.nnx.MultiHeadAttention",
             {"normalize_qk": True},
-            refuses("tensors", "unknown names ['key_ln.scale', 'query_ln.scale']"),
+            rejects("tensors", "unknown names ['key_ln.scale', 'query_ln.scale']"),
         ),
         (
             "keras.layers.GroupQueryAttention",
             {"use_gate": True},
-            refuses("tensors", "unknown names ['gate.bias', 'gate.kernel']"),
+            rejects("tensors", "unknown names ['gate.bias', 'gate.kernel']"),
         ),
         (
             "keras.layers.MultiHeadAttention",
             {"value_dim": 5},
-            refuses("shapes"),
+            rejects("shapes"),
         ),
         (
             "equinox.nn.MultiheadAttention",
             {"use_key_bias": False},
-            refuses("q_proj, k_proj and v_proj", "['q_proj.bias', 'v_proj.bias']"),
+            rejects("q_proj, k_proj and v_proj", "['q_proj.bias', 'v_proj.bias']"),
         ),
     ],
 )
-def test_unsupported_library_features_raise(name, options, refusal):
+def test_unsupported_library_features_raise(name, options, input_error):
     """Parameters of unsupported features in nnx, Keras and Equinox raise an error."""
     adapter = load_adapter(name)
     tensors = adapter.read(adapter.make(SQUARE, **options))
-    with refusal:
+    with input_error:
         to_canonical(tensors, LAYOUTS[adapter.layout], num_heads=4)
 
 

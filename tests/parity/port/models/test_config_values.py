@@ -11,7 +11,7 @@ import zlib
 
 import pytest
 import transformers
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 from mha_spec import InputError
 from parity.port.models.config import Config, MissingKeyError
@@ -136,7 +136,7 @@ def check_each_value(values, monkeypatch, every=1):
     """Check bad values of each key that is read: all, or one in `every`, with a start that depends
     on the names.
     """
-    num_refused = 0
+    num_rejected = 0
     for where, name in keys_read(values, monkeypatch):
         start = zlib.crc32(f"{values['model_type']} {name}".encode()) % every
         for bad in BAD[start::every]:
@@ -146,14 +146,14 @@ def check_each_value(values, monkeypatch, every=1):
                 section = section.get(word, {})
             section[name] = bad
             message = message_of(changed)
-            num_refused += message != ""
+            num_rejected += message != ""
             assert not OF_PYTHON.search(message), (name, bad)
             # A key of null, or a section without values, is missing: the message names all keys
             # that may replace it.
             is_missing = bad is None or isinstance(bad, dict)
             if message and not is_missing:
                 assert name in message, (name, bad)
-    assert num_refused > 50 // every
+    assert num_rejected > 50 // every
 
 
 @pytest.mark.parametrize("family", POPULAR)
@@ -172,7 +172,7 @@ def test_bad_scaling_values_name_their_key(kind, monkeypatch):
 
 def test_default_values_have_their_kind():
     """All defaults of transformers, more than 1000, pass the check of the kind of their key."""
-    refused, num_checked = [], 0
+    rejected, num_checked = [], 0
     for family in [family for family in FAMILIES if family in transformers.CONFIG_MAPPING]:
         for name, value in values_of(family).items():
             if name in KINDS and value is not None:
@@ -180,8 +180,8 @@ def test_default_values_have_their_kind():
                 try:
                     KINDS[name](name, value)
                 except InputError as error:
-                    refused.append(f"{family}: {error}")
-    assert refused == []
+                    rejected.append(f"{family}: {error}")
+    assert rejected == []
     assert num_checked > 1000
 
 
@@ -213,7 +213,7 @@ def test_zero_heads_on_the_command_line(tmp_path, capsys):
 
 def test_missing_window_names_its_key():
     """A sliding layer without a window raises an error whose hint names both keys that set it."""
-    with refuses("layer 0", hint="sliding_window or sliding_window_size sets it"):
+    with rejects("layer 0", hint="sliding_window or sliding_window_size sets it"):
         specs_of({**values_of("gemma2"), "sliding_window": None})
 
 
@@ -235,7 +235,7 @@ def test_many_pattern_repeats_raise():
         "attention_layers": None,
         "attention_types": [[["global", "local"], 3_000]] * 2,
     }
-    with refuses("attention_types", "12000"):
+    with rejects("attention_types", "12000"):
         specs_of(values)
 
 
@@ -289,15 +289,15 @@ def test_rough_value_has_one_line_of_error(small_llama, capsys):
     status 2 has one printable line of error with less than 1000 characters.
     """
     values = json.loads((small_llama / "config.json").read_text())
-    num_refused = 0
+    num_rejected = 0
     for index, name in enumerate(sorted(values)):
         rough = ROUGH[index % len(ROUGH)]
         statuses, errors = statuses_of(small_llama, {**values, name: rough}, capsys)
         assert set(statuses) <= {0, 1, 2}, (name, errors)
         assert len(errors) == statuses.count(2), (name, errors)
         assert all(len(error) < 1000 and error.isprintable() for error in errors), (name, errors)
-        num_refused += len(errors)
-    assert num_refused > 5
+        num_rejected += len(errors)
+    assert num_rejected > 5
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 import transformers
 from helpers.configurations import older
 from helpers.families import ALL
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.released import SIZES, Released, check_near
 from helpers.released_layers import latents, norms, projections, rope, scores
 from helpers.released_models import check_model
@@ -698,7 +698,7 @@ def test_disabled_gate_raises_an_error(family):
     """Gated families accept `attn_output_gate=True` and raise an error if it is False."""
     values = transformers.AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
     assert specs_of({**values, "attn_output_gate": True}) == specs_of(values)
-    with refuses("attn_output_gate", attn_output_gate=False):
+    with rejects("attn_output_gate", attn_output_gate=False):
         specs_of({**values, "attn_output_gate": False})
 
 
@@ -746,7 +746,7 @@ def test_configuration_may_be_object_or_path(tmp_path):
         == specs_of(str(tmp_path))
     )
     for wrong in (None, 3, config.to_dict):
-        with refuses_type("config"):
+        with rejects_type("config"):
             specs_of(wrong)
 
 
@@ -787,12 +787,12 @@ def test_hunyuan_alpha_changes_rope_base():
     assert without is not None
     assert without.rope == Rope()
     for wrong, why in (
-        ({"type": "yarn"}, refuses("layer 0")),
-        ({"gamma": 2}, refuses("every key about attention", "rope_scaling.gamma=2")),
+        ({"type": "yarn"}, rejects("layer 0")),
+        ({"gamma": 2}, rejects("every key about attention", "rope_scaling.gamma=2")),
     ):
         with why:
             specs_of({**former, "rope_scaling": {**rope, **wrong}})
-    with refuses("layer 0"):
+    with rejects("layer 0"):
         specs_of({**former, "attention_head_dim": 64})
 
 
@@ -818,11 +818,11 @@ def test_nested_part_is_a_dotted_path(tmp_path, capsys):
     }
     way = "thinker_config.text_config"
     assert specs_of(values, part=way) == specs_of(inner)
-    with refuses("part", part="thinker_config"):
+    with rejects("part", part="thinker_config"):
         specs_of(values, part="thinker_config")
-    with refuses("part", part="thinker_config.vision"):
+    with rejects("part", part="thinker_config.vision"):
         specs_of(values, part="thinker_config.vision")
-    with refuses("part", part=f"{way}.text_config"):
+    with rejects("part", part=f"{way}.text_config"):
         specs_of(values, part=f"{way}.text_config")
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert main(["spec", str(tmp_path), "--part", way]) == 0
@@ -839,7 +839,7 @@ def test_modernbert_windows_must_agree():
     assert specs_of(
         {name: x for name, x in values.items() if name != "sliding_window"}
     ) == specs_of(values)
-    with refuses("layer 0"):
+    with rejects("layer 0"):
         specs_of({**values, "sliding_window": 7})
 
 
@@ -1026,16 +1026,16 @@ def test_proportional_rope_keeps_whole_head():
 
 MPT = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 1}
 REJECTED = {
-    "family": ({"model_type": "speech"}, refuses("model_type", model_type="speech")),
-    "near": ({"model_type": "llama5"}, refuses("model_type", model_type="llama5")),
-    "no family": ({"model_type": None}, refuses("model_type", model_type=None)),
+    "family": ({"model_type": "speech"}, rejects("model_type", model_type="speech")),
+    "near": ({"model_type": "llama5"}, rejects("model_type", model_type="llama5")),
+    "no family": ({"model_type": None}, rejects("model_type", model_type=None)),
     "part": (
         {
             "model_type": "seen",
             "text_config": {"model_type": "llama"},
             "vision_config": {"model_type": "seen"},
         },
-        refuses("part", part=None),
+        rejects("part", part=None),
     ),
     "parts": (
         {
@@ -1043,7 +1043,7 @@ REJECTED = {
             "text_config": {"model_type": "mllama_text_model"},
             "vision_config": {"depth": 1},
         },
-        refuses("a part of the model"),
+        rejects("a part of the model"),
     ),
     "rope of two": (
         {
@@ -1053,24 +1053,24 @@ REJECTED = {
             "rope_theta": 1e4,
             "theta": 1e5,
         },
-        refuses("layer 0"),
+        rejects("layer 0"),
     ),
     "factors of two lengths": (
         {"rope_parameters": LONG | {"long_mscale": 1.5}},
-        refuses("layer 0"),
+        rejects("layer 0"),
     ),
-    "pairs": ({"rope_interleaved": True}, refuses("rope_interleaved", rope_interleaved=True)),
-    "missing": ({"hidden_size": None}, refuses("the configuration")),
+    "pairs": ({"rope_interleaved": True}, rejects("rope_interleaved", rope_interleaved=True)),
+    "missing": ({"hidden_size": None}, rejects("the configuration")),
     "no scaling": (
         {"rope_parameters": {**LLAMA3, "factor": None}},
-        refuses("the configuration"),
+        rejects("the configuration"),
     ),
     "scaling": (
         {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
-        refuses("layer 0"),
+        rejects("layer 0"),
     ),
     **{  # none of which is a key of its family
-        f"key {name}": ({name: 2}, refuses("every key about attention"))
+        f"key {name}": ({name: 2}, rejects("every key about attention"))
         for name in (
             "multi_query",
             "num_query_groups",
@@ -1083,113 +1083,113 @@ REJECTED = {
     },
     "scaling that is no word": (
         {"rope_parameters": {"rope_type": ["yarn"], "rope_theta": 1e4}},
-        refuses("layer 0"),
+        rejects("layer 0"),
     ),
     "family that is no word": (
         {"model_type": ["llama"], "text_config": {"model_type": ["x"]}},
-        refuses("a part of the model"),
+        rejects("a part of the model"),
     ),
     "key of attention": (
         {"attn_logit_softcapping": 30.0},
-        refuses("every key about attention", "attn_logit_softcapping=30.0"),
+        rejects("every key about attention", "attn_logit_softcapping=30.0"),
     ),
     "key of RoPE": (
         {"rope_parameters": {**LLAMA["rope_parameters"], "beta_fast": 8.0}},
-        refuses("every key about attention", "rope_parameters.beta_fast=8.0"),
+        rejects("every key about attention", "rope_parameters.beta_fast=8.0"),
     ),
     "share of a head": (
         {"rope_parameters": {**LLAMA["rope_parameters"], "partial_rotary_factor": 0.5}},
-        refuses("layer 0"),
+        rejects("layer 0"),
     ),
     "share of a head, before": (
         {"rope_parameters": None, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        refuses("layer 0"),
+        rejects("layer 0"),
     ),
     "soft cap that no layer takes": (
         {
             **transformers.Gemma3TextConfig(num_hidden_layers=1).to_dict(),
             "attn_logit_softcapping": 30.0,
         },
-        refuses("attn_logit_softcapping", attn_logit_softcapping=30.0),
+        rejects("attn_logit_softcapping", attn_logit_softcapping=30.0),
     ),
     "both ways": (
         {"use_bidirectional_attention": True},
-        refuses("every key about attention", "use_bidirectional_attention=True"),
+        rejects("every key about attention", "use_bidirectional_attention=True"),
     ),
-    "heads": ({"num_attention_heads": 5}, refuses("layer 0")),
-    "word": ({"num_attention_heads": "four"}, refuses("layer 0")),
-    "RoPE": ({"rope_parameters": [1e4]}, refuses("layer 0")),
+    "heads": ({"num_attention_heads": 5}, rejects("layer 0")),
+    "word": ({"num_attention_heads": "four"}, rejects("layer 0")),
+    "RoPE": ({"rope_parameters": [1e4]}, rejects("layer 0")),
     "kind": (
         {"layer_types": ["full_attention", "global", "global"]},
-        refuses("layer 1", "'global'"),
+        rejects("layer 1", "'global'"),
     ),
     "kind of others": (
         {"layer_types": ["sliding_attention"] * 3, "sliding_window": 4},
-        refuses("layer 0", "none in this family"),
+        rejects("layer 0", "none in this family"),
     ),
     "number of layers": (
         {"num_hidden_layers": 0},
-        refuses("num_hidden_layers", num_hidden_layers=0),
+        rejects("num_hidden_layers", num_hidden_layers=0),
     ),
     "period": (
         {"model_type": "qwen3_next", "full_attention_interval": 0},
-        refuses("full_attention_interval", full_attention_interval=0),
+        rejects("full_attention_interval", full_attention_interval=0),
     ),
     "layers without RoPE": (
         {"model_type": "smollm3", "no_rope_layers": [1]},
-        refuses("layer 1"),
+        rejects("layer 1"),
     ),
     "window layers": (
         {"model_type": "qwen2", "use_sliding_window": True},
-        refuses("the configuration"),
+        rejects("the configuration"),
     ),
     "no parameters": (
         {"model_type": "ministral3", "rope_parameters": None, "head_dim": 8},
-        refuses("the configuration"),
+        rejects("the configuration"),
     ),
     "two bases": (
         {"rope_theta": 1e4},
-        refuses("layer 0"),
+        rejects("layer 0"),
     ),
     "RoPE of other layers": (
         {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-        refuses("the configuration"),
+        rejects("the configuration"),
     ),
     "layers": (
         {"layer_types": ["full_attention"]},
-        refuses("layer_types", layer_types=["full_attention"]),
+        rejects("layer_types", layer_types=["full_attention"]),
     ),
     "distances": (
         {**transformers.BertConfig().to_dict(), "position_embedding_type": "relative_key"},
-        refuses("position_embedding_type", position_embedding_type="relative_key"),
+        rejects("position_embedding_type", position_embedding_type="relative_key"),
     ),
     "another attention": (
         {**MPT, "attn_config": {"qk_ln": True}},
-        refuses("attn_config.qk_ln", {"attn_config.qk_ln": True}),
+        rejects("attn_config.qk_ln", {"attn_config.qk_ln": True}),
     ),
     "slopes": (
         {**MPT, "attn_config": {"alibi_bias_max": 16}},
-        refuses("attn_config.alibi_bias_max", {"attn_config.alibi_bias_max": 16}),
+        rejects("attn_config.alibi_bias_max", {"attn_config.alibi_bias_max": 16}),
     ),
     "biases by distance": (
         {**transformers.MPNetConfig().to_dict(), "relative_attention_num_buckets": 16},
-        refuses("relative_attention_num_buckets", relative_attention_num_buckets=16),
+        rejects("relative_attention_num_buckets", relative_attention_num_buckets=16),
     ),
     "keys that all layers share": (
         {**transformers.Gemma4TextConfig(num_hidden_layers=6).to_dict(), "num_kv_shared_layers": 6},
-        refuses("layer 0", ""),
+        rejects("layer 0", ""),
     ),
     "decoder alone": (
         {**transformers.BartConfig().to_dict(), "is_decoder": True, "is_encoder_decoder": False},
-        refuses("is_encoder_decoder", is_encoder_decoder=False),
+        rejects("is_encoder_decoder", is_encoder_decoder=False),
     ),
     "encoder alone": (
         {**transformers.T5Config().to_dict(), "architectures": ["T5EncoderModel"]},
-        refuses("architectures", architectures=["T5EncoderModel"]),
+        rejects("architectures", architectures=["T5EncoderModel"]),
     ),
     "cross-attention": (
         {**transformers.BertConfig().to_dict(), "add_cross_attention": True},
-        refuses("every key about attention"),
+        rejects("every key about attention"),
     ),
     "letters": (
         {
@@ -1198,22 +1198,22 @@ REJECTED = {
             "num_hidden_layers": 3,
         }
         | {"hybrid_override_pattern": "M*"},
-        refuses("hybrid_override_pattern", "2"),
+        rejects("hybrid_override_pattern", "2"),
     ),
     "kinds of GPT-Neo": (
         {**transformers.GPTNeoConfig().to_dict(), "attention_layers": ["far"] * 24},
-        refuses("layer 0", "'far'"),
+        rejects("layer 0", "'far'"),
     ),
     "kinds of Kimi": (
         {**transformers.KimiLinearConfig(num_hidden_layers=2).to_dict(), "layer_types": None}
         | {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [2]}},
-        refuses(
+        rejects(
             "linear_attn_config",
             full_attn_layers=[2],
             kda_layers=[2],
         ),
     ),
-    "word for layers": ({"layer_types": 3}, refuses("layer_types", layer_types=3)),
+    "word for layers": ({"layer_types": 3}, rejects("layer_types", layer_types=3)),
 }
 
 
@@ -1221,8 +1221,8 @@ def test_unsupported_configuration_raises(subtests):
     """Unknown families, keys, parts and values about attention
     raise an error with the expected fields.
     """
-    for name, (keys, refusal) in REJECTED.items():
-        with subtests.test(name), refusal:
+    for name, (keys, input_error) in REJECTED.items():
+        with subtests.test(name), input_error:
             specs_of({**LLAMA, **keys})
 
 
@@ -1266,10 +1266,10 @@ def test_message_names_the_obstacle(family):
     """The error for a family that is not covered ends with its
     obstacle; one without attention also raises.
     """
-    with refuses("model_type", model_type=family) as caught:
+    with rejects("model_type", model_type=family) as caught:
         specs_of({"model_type": family, "hidden_size": 32})
     assert caught.value.hint.endswith(NOT_COVERED[family])
-    with refuses("model_type", model_type="rwkv"):
+    with rejects("model_type", model_type="rwkv"):
         specs_of({"model_type": "rwkv"})
 
 
@@ -1283,7 +1283,7 @@ def test_folder_equals_its_config_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert specs_of(tmp_path) == specs_of(str(tmp_path / "config.json")) == specs_of(LLAMA)
     (tmp_path / "config.json").write_text("[1]")
-    with refuses(str(tmp_path / "config.json")):
+    with rejects(str(tmp_path / "config.json")):
         specs_of(tmp_path)
     with pytest.raises(OSError, match="nowhere"):
         specs_of(tmp_path / "nowhere" / "config.json")
@@ -1327,7 +1327,7 @@ def test_spec_command_prints_layer_kinds(tmp_path, capsys):
     assert main(["spec", str(tmp_path), "--part", "vision_config"]) == 2
     message = said_by(capsys)
     assert "text_config (gemma3_text)" in message
-    assert refuses("…", part="vision_config").is_printed_in(message)
+    assert rejects("…", part="vision_config").is_printed_in(message)
 
 
 def said_by(capsys):
@@ -1355,7 +1355,7 @@ def test_spec_command_prints_every_part(tmp_path, capsys):
     for part in ("text_config", "vision_config"):
         assert specs_of(values, part=part) == specs_of(values[part])
         assert specs_of(tmp_path, part=part) == specs_of(values[part])
-    with refuses("part", part=None):
+    with rejects("part", part=None):
         specs_of(values)
 
 

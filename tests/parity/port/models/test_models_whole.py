@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.families import ALL, MODELS
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.released_models import check_model
 from helpers.samples import sample
 from helpers.selection import first_families, stack_signature
@@ -65,7 +65,7 @@ def test_a_wrong_path_is_detected(tmp_path):
 
 def test_a_wrong_layout_is_detected(tmp_path):
     """A wrong layout of a model's layers raises an error about missing and unexpected weights."""
-    with refuses("weights", missing=..., unexpected=...):
+    with rejects("weights", missing=..., unexpected=...):
         check_wrong(
             "gpt_bigcode", lambda layer: replace(layer, layout="transformers.ModernBERT"), tmp_path
         )

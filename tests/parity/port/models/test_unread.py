@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.tensors import read_metadata
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -154,7 +154,7 @@ def test_weights_with_unread_keys_raise(tmp_path):
     save_weights(path, parity.random_weights(spec), spec)
     tensors, metadata = load_tensors(path)
     save_tensors(path, tensors, metadata | {"unread": json.dumps(UNREAD)})
-    with refuses("…/w.safetensors", unread=json.dumps(UNREAD)):
+    with rejects("…/w.safetensors", unread=json.dumps(UNREAD)):
         load_weights(path)
 
 

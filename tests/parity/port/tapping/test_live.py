@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 import transformers
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 from helpers.small_models import WITHOUT_RULES, inputs_of, small_model
 
@@ -63,14 +63,14 @@ def test_live_weights_of_packed_projection():
 def test_unknown_layer_path_raises(path):
     """A path that does not belong to layer 0 raises an error that names it."""
     model = small_model("vit")
-    with refuses("module", f"no layer 0 at {path}"):
+    with rejects("module", f"no layer 0 at {path}"):
         parity.from_transformers(model.layers[0].attention, model.config, 0, path=path)
 
 
 def test_module_of_other_model_raises():
     """A module of ViT with the configuration of LLaMA raises an error."""
     model, other = small_model("vit"), small_model("llama")
-    with refuses("module", "'vit', which no part of 'llama' is"):
+    with rejects("module", "'vit', which no part of 'llama' is"):
         parity.from_transformers(model.layers[0].attention, other.config, 0)
 
 
@@ -237,7 +237,7 @@ def test_folder_without_rules_is_converted(unruled, tmp_path, monkeypatch, capsy
     """
     observed, ruled = tmp_path / "observed.safetensors", tmp_path / "ruled.safetensors"
     assert main(["convert", str(unruled), str(observed), "--to", "mha_torch"]) == 2
-    assert refuses("--rest", {"--rest": "keep"}).is_printed_in(capsys.readouterr().err)
+    assert rejects("--rest", {"--rest": "keep"}).is_printed_in(capsys.readouterr().err)
     assert (
         main(["convert", str(unruled), str(observed), "--to", "mha_torch", "--rest", "drop"]) == 0
     )
@@ -283,7 +283,7 @@ def test_folder_with_missing_weights_raises(unruled, tmp_path):
         if "layers.1.self_attn.k_proj" not in name
     }
     model.save_pretrained(tmp_path, state_dict=held)
-    with refuses(str(tmp_path), "layers.1.self_attn.k_proj.weight"):
+    with rejects(str(tmp_path), "layers.1.self_attn.k_proj.weight"):
         run_model(tmp_path, ["torch"], against="transformers")
 
 
@@ -296,7 +296,7 @@ def test_folder_with_unknown_inputs_raises(unruled, monkeypatch):
         raise RuntimeError("it wants sound")
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", fail)
-    with refuses("a folder to observe", "it wants sound", hint="parity.layers_of"):
+    with rejects("a folder to observe", "it wants sound", hint="parity.layers_of"):
         run_model(unruled, ["torch"], against="transformers")
 
 
@@ -310,5 +310,5 @@ def test_code_in_a_folder_does_not_run(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    with refuses(str(tmp_path), "custom code"):
+    with rejects(str(tmp_path), "custom code"):
         run_model(tmp_path, ["torch"], against="transformers")

@@ -20,7 +20,7 @@ import transformers
 from flax import linen, nnx
 from helpers import ROOT
 from helpers.injections import BUGS, inject
-from helpers.refusals import Misuse, refuses, refuses_type
+from helpers.input_errors import Misuse, rejects, rejects_type
 from helpers.samples import sample
 from helpers.selection import first_families, stack_signature
 from rich.console import Console
@@ -863,7 +863,7 @@ def test_uncomparable_cross_attention(tmp_path):
     assert reasons == ["it attends to another sequence, and should not"] * 2
     layer = next(layer for layer in tapped.layers if "encoder_attn" in layer.name)
     layer.calls[1].values["key_input"] = layer.calls[0].values["key_input"] + 1
-    with refuses("model.decoder.layers.0.encoder_attn", "a different one"):
+    with rejects("model.decoder.layers.0.encoder_attn", "a different one"):
         parity.check_tap(tapped, *layers_in(tmp_path))
     module, (x, y, z) = (
         torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(),
@@ -1096,11 +1096,11 @@ def test_taps_need_the_same_inputs():
     assert "the input of layer 0 already differs" in str(difference)
     with parity.tap(model) as none:
         pass
-    with refuses("taps", "none"):
+    with rejects("taps", "none"):
         parity.compare_taps(one, none)
     with parity.tap(model) as less:
         model(prompts(12)["input_ids"][:1])
-    with refuses("taps", "2 and 1"):
+    with rejects("taps", "2 and 1"):
         parity.compare_taps(one, less)
 
 
@@ -1147,12 +1147,12 @@ def test_saved_tap_round_trip(tmp_path):
     specs = specs_of(read.config)
     assert parity.check_tap(read, specs, weights_in(model, read, specs)).passed
     save_tensors(tmp_path / "other.safetensors", {"x": np.zeros(2)}, {"format": "1"})
-    with refuses("…/other.safetensors", "['format']"):
+    with rejects("…/other.safetensors", "['format']"):
         parity.load_tap(tmp_path / "other.safetensors")
     save_tensors(
         tmp_path / "none.safetensors", {"0/0/q": np.zeros(2)}, {"format": "1", "kind": "tap"}
     )
-    with refuses("…/none.safetensors", "KeyError('tap')"):
+    with rejects("…/none.safetensors", "KeyError('tap')"):
         parity.load_tap(tmp_path / "none.safetensors")
 
 
@@ -1220,9 +1220,9 @@ def test_layers_are_selected_by_pattern():
     assert {"projections.gate_proj", "projections.up_proj", "projections.down_proj"} <= set(
         tapped.layers[0].calls[0].values
     )
-    with refuses("layers", "['nothing']"):
+    with rejects("layers", "['nothing']"):
         parity.tap(model, layers="nothing").__enter__()
-    with refuses("model"):
+    with rejects("model"):
         parity.tap(torch.nn.Linear(2, 2)).__enter__()
 
 
@@ -1233,23 +1233,23 @@ def test_invalid_taps_raise():
     """A dict, a compiled model, and caches that began before the tap or were cropped raise errors;
     layers that were not called are not compared.
     """
-    with refuses_type("model", "dict"):
+    with rejects_type("model", "dict"):
         parity.tap({})
     model = of_six_layers("llama")
-    with refuses("model"):
+    with rejects("model"):
         parity.tap(torch.compile(model, backend="eager")).__enter__()
     specs, tokens = specs_of(model.config.to_dict()), prompts(6)["input_ids"]
     found = model(tokens, use_cache=True)
     with parity.tap(model) as late:
         model(tokens[:, :1], past_key_values=found.past_key_values, use_cache=True)
     weights = weights_in(model, late, specs)
-    with refuses("model.layers.0.self_attn", "a cache of 6 tokens"):
+    with rejects("model.layers.0.self_attn", "a cache of 6 tokens"):
         parity.check_tap(late, specs, weights)
     with parity.tap(model) as cropped:
         found = model(tokens, use_cache=True)
         found.past_key_values.crop(-3)
         model(tokens[:, :1], past_key_values=found.past_key_values, use_cache=True)
-    with refuses("model.layers.0.self_attn", "a cache of 3 tokens after 6"):
+    with rejects("model.layers.0.self_attn", "a cache of 3 tokens after 6"):
         parity.check_tap(cropped, specs, weights)
     with parity.tap(model) as none:
         pass
@@ -1270,16 +1270,16 @@ def test_plain_lists_match_tapped_layers():
     by_index = weights_in(model, tapped, layers)
     specs, weights = [layer.spec for layer in layers], [by_index[layer.index] for layer in layers]
     assert parity.check_tap(tapped, specs, weights).passed
-    with refuses("specs", "5 of them"):
+    with rejects("specs", "5 of them"):
         parity.check_tap(tapped, specs[1:], weights)
-    with refuses("weights", "5 of them"):
+    with rejects("weights", "5 of them"):
         parity.check_tap(tapped, specs, weights[1:])
-    with refuses_type("specs", "some of both"):
+    with rejects_type("specs", "some of both"):
         parity.check_tap(tapped, [specs[0], *layers[1:]], weights)
     for wrong, name in ((specs[0], "AttentionSpec"), ([{}] * 6, "dict")):
-        with refuses_type("specs", name):
+        with rejects_type("specs", name):
             parity.check_tap(tapped, wrong, weights)
-    with refuses_type("weights", "one that is ndarray"):
+    with rejects_type("weights", "one that is ndarray"):
         parity.check_tap(tapped, specs, weights[0])
 
 
@@ -1627,7 +1627,7 @@ def test_compiled_flax_model_raises(rng):
     model = NnxBlock(lambda: nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0)))
     x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
     call = nnx.MultiHeadAttention.__call__
-    with refuses_type("model", "a tracer: call it under jax.disable_jit()"), parity.tap(model):
+    with rejects_type("model", "a tracer: call it under jax.disable_jit()"), parity.tap(model):
         jax.jit(lambda x: model(x))(x)
     assert nnx.MultiHeadAttention.__call__ is call
 
@@ -1675,7 +1675,7 @@ def test_diagnose_command_uses_model(recordings, tmp_path, capsys):
     assert page.read_text("utf-8").count('<svg class="heat layers"') == 1
     assert main(["diagnose", right, "--weights", model]) == 2
     captured = capsys.readouterr()
-    assert refuses("--weights", right, hint="--model").is_printed_in(captured.err)
+    assert rejects("--weights", right, hint="--model").is_printed_in(captured.err)
     assert captured.out == ""
 
 
@@ -1750,16 +1750,16 @@ def test_invalid_recording_commands_fail(recordings, tmp_path, capsys):
     model, right, wrong = recordings
     parity.save(tmp_path / "layer.safetensors", parity.random_weights(FULL), FULL)
     layer, page = str(tmp_path / "layer.safetensors"), str(tmp_path / "page.html")
-    for refusal, arguments in (
-        (refuses("--model"), ["compare", right]),
-        (refuses("recordings", f"{right} {layer}"), ["diagnose", right, layer]),
-        (refuses("recordings", f"{right} {right}"), ["compare", right, right]),
+    for input_error, arguments in (
+        (rejects("--model"), ["compare", right]),
+        (rejects("recordings", f"{right} {layer}"), ["diagnose", right, layer]),
+        (rejects("recordings", f"{right} {right}"), ["compare", right, right]),
         (Misuse("--html requires --model"), ["compare", right, wrong, "--html", page]),
         (Misuse("--model requires recordings"), ["compare", str(tmp_path), "--model", model]),
         (Misuse("--causal cannot be combined with recordings"), ["diagnose", right, "--no-causal"]),
     ):
         assert main(arguments) == 2
-        assert refusal.is_printed_in(capsys.readouterr().err)
+        assert input_error.is_printed_in(capsys.readouterr().err)
 
 
 def test_nnx_steps_with_cache_pass(rng):
@@ -1866,7 +1866,7 @@ def test_steps_with_unknown_cache_raise():
     (layer,) = tapped.layers
     assert [call.past for call in layer.calls] == [0, None]
     spec = AttentionSpec(8, 2)
-    with refuses("self_attention"):
+    with rejects("self_attention"):
         parity.check_tap(
             tapped,
             [ModelLayer(0, "full_attention", spec, {})],

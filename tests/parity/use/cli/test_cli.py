@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from helpers.command_line import run_in_pipe
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 import mha_torch
 import parity.measure.backends.torch
@@ -179,23 +179,23 @@ def test_json_lists_skipped_backends(tmp_path, let_need):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "refusal"),
+    ("arguments", "input_error"),
     [
-        (["run", "--backends", "numpy"], refuses("--backends", {"--backends": "numpy"})),
-        (["run", "--cases", "no-such-*"], refuses("--cases", {"--cases": "no-such-*"})),
+        (["run", "--backends", "numpy"], rejects("--backends", {"--backends": "numpy"})),
+        (["run", "--cases", "no-such-*"], rejects("--cases", {"--cases": "no-such-*"})),
         (
             ["run", "--dtypes", "int8", "--cases", "textbook"],
-            refuses("--dtypes", {"--dtypes": "int8"}),
+            rejects("--dtypes", {"--dtypes": "int8"}),
         ),
         (
             ["run", "--json", "/no/such/folder/r.json"],
-            refuses("--json", "/no/such/folder/r.json: "),
+            rejects("--json", "/no/such/folder/r.json: "),
         ),
-        (["run", "--json", "/"], refuses("--json", "/: Is a directory")),
-        (["run", "--random", "-1"], refuses("--random", {"--random": -1})),
+        (["run", "--json", "/"], rejects("--json", "/: Is a directory")),
+        (["run", "--random", "-1"], rejects("--random", {"--random": -1})),
         (
             ["cache-size", "--num-kv-heads", "0", "--head-dim", "1", "--capacity", "1"],
-            refuses("--num-kv-heads", {"--num-kv-heads": 0}),
+            rejects("--num-kv-heads", {"--num-kv-heads": 0}),
         ),
         (
             [
@@ -209,11 +209,11 @@ def test_json_lists_skipped_backends(tmp_path, let_need):
                 "--dtype",
                 "x",
             ],
-            refuses("--dtype", {"--dtype": "x"}),
+            rejects("--dtype", {"--dtype": "x"}),
         ),
     ],
 )
-def test_bad_usage_exits_2_with_one_line(capsys, arguments, refusal):
+def test_bad_usage_exits_2_with_one_line(capsys, arguments, input_error):
     """An invalid value of an option exits with status 2 and one error line with the option
     and its value; standard output is empty.
     """
@@ -221,7 +221,7 @@ def test_bad_usage_exits_2_with_one_line(capsys, arguments, refusal):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("mha-parity: ")
-    assert refusal.is_printed_in(captured.err)
+    assert input_error.is_printed_in(captured.err)
     assert captured.err.count("\n") == 1
 
 
@@ -245,7 +245,7 @@ def test_missing_file_is_named_in_error(tmp_path, monkeypatch, capsys):
         assert captured.out == ""
         assert re.fullmatch(f"mha-parity: .*{missing}.*\n", captured.err), words
     assert main(["compare", "."]) == 2
-    assert refuses("INPUT", ".").is_printed_in(capsys.readouterr().err)
+    assert rejects("INPUT", ".").is_printed_in(capsys.readouterr().err)
 
 
 def test_missing_backend_exits_2(capsys, let_need):
@@ -425,7 +425,7 @@ def test_unsupported_dtype_exits_2(monkeypatch, capsys):
         parity.measure.backends.torch, "why_skipped", lambda case, dtype: f"torch has no {dtype}"
     )
     assert main(["run", "--backends", "torch", "--dtypes", "float16"]) == 2
-    assert refuses("torch", "torch has no float16").is_printed_in(capsys.readouterr().err)
+    assert rejects("torch", "torch has no float16").is_printed_in(capsys.readouterr().err)
 
 
 def test_quiet_prints_only_last_line(capsys):

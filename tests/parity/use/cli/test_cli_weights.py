@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import ROOT
 from helpers.command_line import run_in_pipe
-from helpers.refusals import Misuse, refuses
+from helpers.input_errors import Misuse, rejects
 
 import parity
 from mha_spec import Llama3Scaling, Rope
@@ -152,7 +152,7 @@ def test_force_keeps_non_checkpoint_folder(source, tmp_path, capsys):
     """
     (tmp_path / "run.orbax" / "1000").mkdir(parents=True)
     assert main(convert(source, tmp_path / "run.orbax", "--to", "W_q", "--force")) == 2
-    assert refuses("…/run.orbax", "['1000']").is_printed_in(capsys.readouterr().err)
+    assert rejects("…/run.orbax", "['1000']").is_printed_in(capsys.readouterr().err)
     assert os.listdir(tmp_path / "run.orbax") == ["1000"]
 
 
@@ -170,7 +170,7 @@ def test_convert_rejects_source_as_target(source, tmp_path, capsys, same):
         target.symlink_to("source.safetensors")
     assert main(convert(source, target, "--to", "W_q", "--force")) == 2
     source = {"--from": tmp_path / "source.safetensors"}
-    assert refuses("the target", {"path": ...} | source).is_printed_in(capsys.readouterr().err)
+    assert rejects("the target", {"path": ...} | source).is_printed_in(capsys.readouterr().err)
     assert (tmp_path / "source.safetensors").read_bytes() == old
 
 
@@ -181,7 +181,7 @@ def test_json_path_may_not_be_src_or_dst(source, tmp_path, capsys, other):
     """
     path = source if other == "SRC" else tmp_path / "b.npz"
     assert main(convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(path))) == 2
-    assert refuses("--json", {"--json": str(path), other: ...}).is_printed_in(
+    assert rejects("--json", {"--json": str(path), other: ...}).is_printed_in(
         capsys.readouterr().err
     )
     assert os.listdir(tmp_path) == ["source.safetensors"]
@@ -251,24 +251,24 @@ def test_undetermined_heads_name_flags(source, tmp_path, capsys):
     assert main([*arguments, "--to", "W_q"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert refuses("the heads", where="model.layers.0.self_attn").is_printed_in(captured.err)
+    assert rejects("the heads", where="model.layers.0.self_attn").is_printed_in(captured.err)
     assert captured.err.endswith("; --num-heads or --num-kv-heads or --head-dim decides\n")
     assert "4 x 6 (key/value 2)" in captured.err
     assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("others", "refusal"),
+    ("others", "input_error"),
     [
-        (["--to", "meta"], refuses("--to", {"--to": "meta"})),
-        (["--to", "flax.linen"], refuses("the layer", {"--num-heads": 4, "--num-kv-heads": 2})),
+        (["--to", "meta"], rejects("--to", {"--to": "meta"})),
+        (["--to", "flax.linen"], rejects("the layer", {"--num-heads": 4, "--num-kv-heads": 2})),
         (
             ["--to", "W_q", "--to-prefix", "{i}.{i}"],
-            refuses("--to-prefix", {"--to-prefix": "{i}.{i}"}),
+            rejects("--to-prefix", {"--to-prefix": "{i}.{i}"}),
         ),
         (
             ["--to", "W_q", "--prefix", "encoder.{i}"],
-            refuses(
+            rejects(
                 "--prefix",
                 {"--prefix": "encoder.{i}"},
                 remedy={"--prefix": "model.layers.{i}.self_attn"},
@@ -276,28 +276,28 @@ def test_undetermined_heads_name_flags(source, tmp_path, capsys):
         ),
         (
             ["--to", "W_q", "--from", "transformers.GPT2"],
-            refuses("tensors", "['c_attn.weight', 'c_proj.weight']"),
+            rejects("tensors", "['c_attn.weight', 'c_proj.weight']"),
         ),
-        (["--to", "W_q", "--num-heads", "5"], refuses("the heads", {"--num-heads": 5})),
+        (["--to", "W_q", "--num-heads", "5"], rejects("the heads", {"--num-heads": 5})),
         *(
             (
                 ["--to", "W_q", "--max-shard-gib", size],
-                refuses("--max-shard-gib", {"--max-shard-gib": float(size)}),
+                rejects("--max-shard-gib", {"--max-shard-gib": float(size)}),
             )
             for size in ("0", "-1", "inf", "nan", "1e300")
         ),
         (
             ["--to", "W_q", "--rope-theta", "inf"],
-            refuses("--rope-theta", {"--rope-theta": math.inf}),
+            rejects("--rope-theta", {"--rope-theta": math.inf}),
         ),
-        (["--to", "W_q", "--rope-theta", "-1"], refuses("--rope-theta", {"--rope-theta": -1.0})),
+        (["--to", "W_q", "--rope-theta", "-1"], rejects("--rope-theta", {"--rope-theta": -1.0})),
         (
             ["--to", "W_q", "--json", "/no/such/folder/r.json"],
-            refuses("--json", "/no/such/folder/r.json: "),
+            rejects("--json", "/no/such/folder/r.json: "),
         ),
     ],
 )
-def test_invalid_convert_writes_nothing(source, tmp_path, capsys, others, refusal):
+def test_invalid_convert_writes_nothing(source, tmp_path, capsys, others, input_error):
     """Invalid arguments exit with status 2 and one error line, and no file is written; a dry
     run prints the same.
     """
@@ -305,7 +305,7 @@ def test_invalid_convert_writes_nothing(source, tmp_path, capsys, others, refusa
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("mha-parity: ")
-    assert refusal.is_printed_in(captured.err)
+    assert input_error.is_printed_in(captured.err)
     assert captured.err.count("\n") == 1
     assert os.listdir(tmp_path) == ["source.safetensors"]
     assert main(convert(source, tmp_path / "b.safetensors", *others, "--dry-run")) == 2
@@ -318,7 +318,7 @@ def test_unwritable_format_is_rejected(source, tmp_path, capsys, name, got):
     suffix.
     """
     assert main(convert(source, tmp_path / name, "--to", "W_q")) == 2
-    assert refuses(str(tmp_path / name), got).is_printed_in(capsys.readouterr().err)
+    assert rejects(str(tmp_path / name), got).is_printed_in(capsys.readouterr().err)
 
 
 def test_convert_of_missing_file_exits_2(tmp_path, capsys):
@@ -552,7 +552,7 @@ def test_nested_config_rope_is_not_lost(source, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": LLAMA}))
     assert main(["convert", source, str(tmp_path / "b.npz"), "--to", "W_q"]) == 2
     remedy = {"--drop": "rope"}
-    assert refuses("the layer", {"rope": ...}, remedy=remedy).is_printed_in(capsys.readouterr().err)
+    assert rejects("the layer", {"rope": ...}, remedy=remedy).is_printed_in(capsys.readouterr().err)
 
 
 # ---- layouts -------------------------------------------------------------------------------------
@@ -637,7 +637,7 @@ def test_unknown_layout_suggests_names(capsys):
     """
     assert main(["inspect", "llama"]) == 2
     message = capsys.readouterr().err
-    assert refuses("layout", layout="llama").is_printed_in(message)
+    assert rejects("layout", layout="llama").is_printed_in(message)
     assert "did you mean transformers.LLaMA or " in message
     assert message.count("\n") == 1
 
@@ -744,7 +744,7 @@ def test_inspect_of_damaged_file_exits_2(source, tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "cut.safetensors")]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert refuses("…/cut.safetensors").is_printed_in(captured.err)
+    assert rejects("…/cut.safetensors").is_printed_in(captured.err)
     assert captured.err.count("\n") == 1
 
 
@@ -861,7 +861,7 @@ def test_verify_requires_equal_heads(tmp_path, capsys):
     ]
     assert main(["compare", *files]) == 2
     message = capsys.readouterr().err
-    assert refuses("the layers", "num_heads=4 and 2").is_printed_in(message)
+    assert rejects("the layers", "num_heads=4 and 2").is_printed_in(message)
     assert message.count("\n") == 1
 
 
@@ -937,7 +937,7 @@ def test_verify_requires_equal_layer_counts(source, tmp_path, capsys):
         *HEADS,
     ]
     assert main(arguments) == 2
-    assert refuses("both files", "model.layers.7.self_attn").is_printed_in(capsys.readouterr().err)
+    assert rejects("both files", "model.layers.7.self_attn").is_printed_in(capsys.readouterr().err)
 
 
 # ---- run, with the layer of a file ---------------------------------------------------------------
@@ -963,7 +963,7 @@ def test_run_accepts_layer_of_any_file(source, tmp_path, capsys, suffix):
     assert main([*run, *arguments]) == 0
     capsys.readouterr()
     assert main([*run, target]) == 2
-    assert refuses("--prefix", f"2 in {target}").is_printed_in(capsys.readouterr().err)
+    assert rejects("--prefix", f"2 in {target}").is_printed_in(capsys.readouterr().err)
     assert main(["run", "--prefix", "a", "--num-heads", "3"]) == 2
     assert Misuse("--prefix and --num-heads require --weights or --model").is_printed_in(
         capsys.readouterr().err
@@ -1103,7 +1103,7 @@ def test_unfit_config_json_is_ignored(source, tmp_path, capsys, others):
         PREFIX,
     ]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 2
-    assert refuses("the heads").is_printed_in(capsys.readouterr().err)
+    assert rejects("the heads").is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -1221,7 +1221,7 @@ def test_flags_override_config_json(source, tmp_path, capsys):
 def test_verify_rejects_third_layout_flag(source, capsys, flag):
     """A third --from or --prefix exits with status 2 and an error with all three values."""
     assert main(["compare", source, source, flag, "a", flag, "b", flag, "c"]) == 2
-    assert refuses(flag, {flag: ["a", "b", "c"]}).is_printed_in(capsys.readouterr().err)
+    assert rejects(flag, {flag: ["a", "b", "c"]}).is_printed_in(capsys.readouterr().err)
 
 
 # ---- All commands --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 import pytest
 from helpers import ROOT
-from helpers.refusals import Misuse, refuses
+from helpers.input_errors import Misuse, rejects
 from setuptools import find_packages
 
 import parity.measure.backends
@@ -259,37 +259,37 @@ def test_cases_are_selected_by_glob(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "refusal"),
+    ("arguments", "input_error"),
     [
         (
             ["run", "--list", "--cases", "rope_gqa"],
-            refuses("--cases", {"--cases": "rope_gqa"}, hint="did you mean rope-gqa"),
+            rejects("--cases", {"--cases": "rope_gqa"}, hint="did you mean rope-gqa"),
         ),
         (
             ["run", "--cases", "rope_gqa"],
-            refuses("--cases", {"--cases": "rope_gqa"}, hint="did you mean rope-gqa"),
+            rejects("--cases", {"--cases": "rope_gqa"}, hint="did you mean rope-gqa"),
         ),
         (
             ["plot", "no-such-file", "a.png", "--case", "causl"],
-            refuses("--case", {"--case": "causl"}, hint="causal"),
+            rejects("--case", {"--case": "causl"}, hint="causal"),
         ),
-        (["run", "--backends", "numpy"], refuses("--backends", {"--backends": "numpy"})),
-        (["run", "--dtypes", "int8"], refuses("--dtypes", {"--dtypes": "int8"})),
-        (["selftest", "--backends", "numpy"], refuses("--backends", {"--backends": "numpy"})),
-        (["plot", "no-such-file", "a.txt"], refuses("DST", DST="a.txt")),
-        (["bench", "--plot", "a.txt"], refuses("--plot", {"--plot": "a.txt"})),
-        (["bugs", "rope-pear"], refuses("NAME", NAME="rope-pear", hint="did you mean rope-pairs")),
-        (["inspect", "flax.nxn"], refuses("layout", layout="flax.nxn", hint="flax.nnx")),
+        (["run", "--backends", "numpy"], rejects("--backends", {"--backends": "numpy"})),
+        (["run", "--dtypes", "int8"], rejects("--dtypes", {"--dtypes": "int8"})),
+        (["selftest", "--backends", "numpy"], rejects("--backends", {"--backends": "numpy"})),
+        (["plot", "no-such-file", "a.txt"], rejects("DST", DST="a.txt")),
+        (["bench", "--plot", "a.txt"], rejects("--plot", {"--plot": "a.txt"})),
+        (["bugs", "rope-pear"], rejects("NAME", NAME="rope-pear", hint="did you mean rope-pairs")),
+        (["inspect", "flax.nxn"], rejects("layout", layout="flax.nxn", hint="flax.nnx")),
     ],
 )
-def test_unknown_value_names_its_option(capsys, arguments, refusal):
+def test_unknown_value_names_its_option(capsys, arguments, input_error):
     """An unknown value or option exits with status 2 and one error line, which begins with
     the option and may suggest a similar name.
     """
     assert main(arguments) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"mha-parity: error: {refusal.argument} ")
-    assert refusal.is_printed_in(captured.err)
+    assert captured.err.startswith(f"mha-parity: error: {input_error.argument} ")
+    assert input_error.is_printed_in(captured.err)
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 
@@ -470,29 +470,29 @@ def test_project_sets_options(tmp_path, monkeypatch, capsys):
     assert main(["bugs", "-q"]) == 0
     where = str(project)
     mistakes = {
-        "[tool.mha-parity]\nbackend = 1": refuses(
+        "[tool.mha-parity]\nbackend = 1": rejects(
             "[tool.mha-parity]", "backend", where=where, hint="did you mean backends?"
         ),
-        "[tool.mha-parity.rum]\ncases = 1": refuses(
+        "[tool.mha-parity.rum]\ncases = 1": rejects(
             "[tool.mha-parity.rum]", "rum", where=where, hint="did you mean run?"
         ),
-        "[tool.mha-parity.run]\ncase = 1": refuses(
+        "[tool.mha-parity.run]\ncase = 1": rejects(
             "[tool.mha-parity.run]", "case", where=where, hint="did you mean cases"
         ),
-        "[tool.mha-parity]\nx = = 1": refuses(where, "line 2"),
-        "[tool]\nmha-parity = 3": refuses("[tool.mha-parity]", "int", where=where),
-        "[[tool.mha-parity]]\nquiet = true": refuses("[tool.mha-parity]", "list", where=where),
-        "[tool]\nmha-parity.quiet = 1": refuses(f"{where}: [tool.mha-parity] quiet", "1"),
-        "[tool.mha-parity]\njson = true": refuses(f"{where}: [tool.mha-parity] json", "True"),
-        "[tool.mha-parity]\njson = 1979-05-27": refuses(
+        "[tool.mha-parity]\nx = = 1": rejects(where, "line 2"),
+        "[tool]\nmha-parity = 3": rejects("[tool.mha-parity]", "int", where=where),
+        "[[tool.mha-parity]]\nquiet = true": rejects("[tool.mha-parity]", "list", where=where),
+        "[tool]\nmha-parity.quiet = 1": rejects(f"{where}: [tool.mha-parity] quiet", "1"),
+        "[tool.mha-parity]\njson = true": rejects(f"{where}: [tool.mha-parity] json", "True"),
+        "[tool.mha-parity]\njson = 1979-05-27": rejects(
             f"{where}: [tool.mha-parity] json", "datetime.date(1979, 5, 27)"
         ),
     }
-    for text, refusal in mistakes.items():
+    for text, input_error in mistakes.items():
         project.write_text(text)
         assert main(["bugs"]) == 2, text
         printed = capsys.readouterr().err
-        assert refusal.is_printed_in(printed), printed
+        assert input_error.is_printed_in(printed), printed
         assert printed.count("\n") == 1
         assert main(["bugs", "--help"]) == 0
         capsys.readouterr()
@@ -571,7 +571,7 @@ def test_spec_lists_all_families(capsys):
     assert main(["spec", "--families"]) == 0
     assert capsys.readouterr().out.splitlines() == sorted(FAMILIES)
     assert main(["spec", "--families", "config.json"]) == 2
-    assert refuses("PATH, --live or --families").is_printed_in(capsys.readouterr().err)
+    assert rejects("PATH, --live or --families").is_printed_in(capsys.readouterr().err)
 
 
 # ---- Completion ----------------------------------------------------------------------------------
@@ -623,7 +623,7 @@ def test_wrong_completion_is_an_error(instruction, words, monkeypatch, capsys):
     assert main([]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert refuses("_MHA_PARITY_COMPLETE", instruction).is_printed_in(captured.err)
+    assert rejects("_MHA_PARITY_COMPLETE", instruction).is_printed_in(captured.err)
 
 
 @pytest.mark.costly("asks bash for its version")

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.command_line import error_line
+from helpers.input_errors import rejects
 from helpers.limits import within
-from helpers.refusals import refuses
 
 import parity
 from mha_spec import InputError, Rope
@@ -105,9 +105,9 @@ def test_live_function_that_fails_is_named(tmp_path, capsys, monkeypatch):
     (tmp_path / "alive.py").write_text("def make(size):\n    pass\n\n\ndef fails():\n    1 / 0\n")
     monkeypatch.chdir(tmp_path)
     line = error_line(capsys, "spec", "--live", "alive:make")
-    assert refuses("--live", "TypeError: make()").is_printed_in(line)
+    assert rejects("--live", "TypeError: make()").is_printed_in(line)
     line = error_line(capsys, "spec", "--live", "alive:fails")
-    assert refuses("--live", "ZeroDivisionError").is_printed_in(line)
+    assert rejects("--live", "ZeroDivisionError").is_printed_in(line)
     assert "alive.py, line 6" in line
 
 
@@ -367,7 +367,7 @@ def test_absurd_sizes_raise_quickly(shape):
     shapes = {
         f"{name}.weight": shape if name != "out_proj" else shape[::-1] for name in PROJECTIONS
     }
-    with within(5), refuses("shapes", {"q_proj.weight.shape": shape}):
+    with within(5), rejects("shapes", {"q_proj.weight.shape": shape}):
         find_spec(shapes, LAYOUTS["canonical"], LayerHints())
 
 

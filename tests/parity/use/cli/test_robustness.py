@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command_line import error_line
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 import parity.use.cli.doctor
@@ -47,7 +47,7 @@ def test_unwritable_report_fails_early(capsys, tmp_path, monkeypatch, flag, path
     )
     os.symlink("loop", "loop")
     said = error_line(capsys, "run", "--cases", "textbook", flag, path)
-    assert refuses(flag, got).is_printed_in(said)
+    assert rejects(flag, got).is_printed_in(said)
     assert os.listdir() == ["loop"]
 
 
@@ -65,7 +65,7 @@ def test_unwritable_traces_path_exits_2(capsys, tmp_path, monkeypatch, path, got
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     said = error_line(capsys, "run", "--cases", "textbook", "--save-traces", path)
-    assert refuses("--save-traces", got).is_printed_in(said)
+    assert rejects("--save-traces", got).is_printed_in(said)
 
 
 @pytest.mark.parametrize("command", ["plot", "bench"])
@@ -78,7 +78,7 @@ def test_unwritable_picture_exits_2(capsys, command):
         if command == "plot"
         else ["--suites", "growth", "--plot", "/proc/x.png"]
     )
-    assert refuses("DST" if command == "plot" else "--plot", "/proc/x.png: ").is_printed_in(
+    assert rejects("DST" if command == "plot" else "--plot", "/proc/x.png: ").is_printed_in(
         error_line(capsys, command, *arguments)
     )
 
@@ -91,7 +91,7 @@ def test_empty_path_is_rejected(capsys, arguments):
     the current folder.
     """
     to = ["--to", "ttnn"] if arguments[0] == "convert" else []
-    assert refuses("…", "empty").is_printed_in(error_line(capsys, *arguments, *to))
+    assert rejects("…", "empty").is_printed_in(error_line(capsys, *arguments, *to))
 
 
 @pytest.mark.parametrize("path", ["-", "/dev/stdout"])
@@ -122,7 +122,7 @@ def test_json_is_written_into_pipe():
 def test_only_one_report_goes_to_stdout(capsys):
     """--json - with --html - exits with status 2 and an error about both."""
     said = error_line(capsys, "run", "--cases", "textbook", "--json", "-", "--html", "-")
-    assert refuses("--json and --html").is_printed_in(said)
+    assert rejects("--json and --html").is_printed_in(said)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_function_is_not_checked_as_path(capsys, target, words):
 
 def test_random_case_count_is_limited(capsys):
     """`run --random` with 20 digits exits with status 2 and an error with the number."""
-    assert refuses("--random", {"--random": 10**20 - 1}).is_printed_in(
+    assert rejects("--random", {"--random": 10**20 - 1}).is_printed_in(
         error_line(capsys, "run", "--random", "9" * 20)
     )
 
@@ -155,10 +155,10 @@ def test_random_case_count_is_limited(capsys):
 )
 def test_oversized_cache_is_rejected(capsys, flag):
     """`cache-size` rejects sizes of 2^63 and of 400 digits with status 2, and accepts 2^63 - 1."""
-    assert refuses(flag, {flag: 2**63}).is_printed_in(
+    assert rejects(flag, {flag: 2**63}).is_printed_in(
         error_line(capsys, *CACHE_SIZE, flag, str(2**63))
     )
-    assert refuses(flag).is_printed_in(error_line(capsys, *CACHE_SIZE, flag, "9" * 400))
+    assert rejects(flag).is_printed_in(error_line(capsys, *CACHE_SIZE, flag, "9" * 400))
     assert main([*CACHE_SIZE, flag, str(2**63 - 1)]) == 0
 
 

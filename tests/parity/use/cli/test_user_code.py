@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 import parity
 from parity import AttentionSpec, random_weights, save
@@ -194,7 +194,7 @@ def test_observe_rejects_exiting_function():
     def ends(*arrays):
         raise SystemExit
 
-    with refuses("the function"):
+    with rejects("the function"):
         parity.observe(
             ends, parity.make_problem(next(iter(parity.CASES.values())), "float32"), "torch"
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xmlschema
 from helpers import DATA
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 import parity.use.running.run
 from parity import CASES, run_cases
@@ -209,4 +209,4 @@ def test_unwritable_junit_path_fails_early(capsys, monkeypatch):
     """
     monkeypatch.setattr(parity.use.running.run, "record", None)
     assert main(["run", "--cases", "textbook", "--junit", "/no/such/folder/r.xml"]) == 2
-    assert refuses("--junit", "/no/such/folder/r.xml: ").is_printed_in(capsys.readouterr().err)
+    assert rejects("--junit", "/no/such/folder/r.xml: ").is_printed_in(capsys.readouterr().err)

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import matplotlib as mpl
 import numpy as np
 import pytest
-from helpers.refusals import Misuse, refuses, refuses_type
+from helpers.input_errors import Misuse, rejects, rejects_type
 from helpers.samples import sample
 from PIL import Image
 
@@ -159,31 +159,33 @@ def test_plotting_changes_no_settings(attn_weights, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "refusal"),
+    ("arguments", "input_error"),
     [
-        ({"path": "a.jpg"}, refuses("path", path="a.jpg")),
-        ({"path": "/no/such/folder/a.png"}, refuses("path", "/no/such/folder/a.png: ")),
-        ({"attn_weights": np.ones(3)}, refuses("attn_weights", attn_weights=(3,))),
-        ({"attn_weights": np.ones((0, 3))}, refuses("attn_weights", attn_weights=(0, 3))),
-        ({"attn_weights": np.array([["a"]])}, refuses_type("attn_weights", "dtype <U1")),
+        ({"path": "a.jpg"}, rejects("path", path="a.jpg")),
+        ({"path": "/no/such/folder/a.png"}, rejects("path", "/no/such/folder/a.png: ")),
+        ({"attn_weights": np.ones(3)}, rejects("attn_weights", attn_weights=(3,))),
+        ({"attn_weights": np.ones((0, 3))}, rejects("attn_weights", attn_weights=(0, 3))),
+        ({"attn_weights": np.array([["a"]])}, rejects_type("attn_weights", "dtype <U1")),
         (
             {"attn_weights": np.ones((2, 2), complex)},
-            refuses_type("attn_weights", "dtype complex128"),
+            rejects_type("attn_weights", "dtype complex128"),
         ),
-        ({"tokens": ["a"]}, refuses("tokens", {"len(tokens)": 1})),
-        ({"query_tokens": ["a"]}, refuses("query_tokens", "1")),
-        ({"heads": [4]}, refuses("heads", heads=[4])),
-        ({"heads": []}, refuses("heads", heads=[])),
-        ({"sequence": 2}, refuses("sequence", sequence=2)),
-        ({"sequence": -1}, refuses("sequence", sequence=-1)),
+        ({"tokens": ["a"]}, rejects("tokens", {"len(tokens)": 1})),
+        ({"query_tokens": ["a"]}, rejects("query_tokens", "1")),
+        ({"heads": [4]}, rejects("heads", heads=[4])),
+        ({"heads": []}, rejects("heads", heads=[])),
+        ({"sequence": 2}, rejects("sequence", sequence=2)),
+        ({"sequence": -1}, rejects("sequence", sequence=-1)),
     ],
 )
-def test_invalid_arguments_write_nothing(attn_weights, tmp_path, monkeypatch, arguments, refusal):
+def test_invalid_arguments_write_nothing(
+    attn_weights, tmp_path, monkeypatch, arguments, input_error
+):
     """An invalid argument of `plot_attention` raises an error with its name and value, and no
     file is written.
     """
     monkeypatch.chdir(tmp_path)
-    with refusal:
+    with input_error:
         plot_attention(**{"attn_weights": attn_weights, "path": "a.png", **arguments})
     assert list(tmp_path.iterdir()) == []
 
@@ -203,7 +205,7 @@ def test_module_without_weights_is_rejected(sibling):
     """`attention_of` raises an error for MultiHeadSelfAttention, which returns no attention
     weights.
     """
-    with refuses_type("module", "MultiHeadSelfAttention"):
+    with rejects_type("module", "MultiHeadSelfAttention"):
         attention_of(sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2)), None)
 
 
@@ -360,33 +362,33 @@ def test_plot_accepts_any_layout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "refusal"),
+    ("arguments", "input_error"),
     [
-        (["W", "a.jpg", "--input", "X"], refuses("DST", DST="a.jpg")),
+        (["W", "a.jpg", "--input", "X"], rejects("DST", DST="a.jpg")),
         (["W", "a.png"], Misuse("a file of weights requires --input or --case")),
         (
             ["W", "a.png", "--case", "no-such-case"],
-            refuses("--case", {"--case": "no-such-case"}, hint="the nearest are "),
+            rejects("--case", {"--case": "no-such-case"}, hint="the nearest are "),
         ),
         (["W", "a.png", "--case", "full", "--causal"], Misuse("--causal requires --input")),
         (
             ["W", "a.png", "--input", "X", "--stage", "attn_weights"],
-            refuses("--stage", {"--stage": "attn_weights"}),
+            rejects("--stage", {"--stage": "attn_weights"}),
         ),
-        (["W", "a.png", "--input", "W"], refuses("…w.safetensors")),
+        (["W", "a.png", "--input", "W"], rejects("…w.safetensors")),
         (
             ["W", "a.png", "--input", "X", "--labels", "a,b"],
-            refuses("--labels", {"len(tokens)": 2}),
+            rejects("--labels", {"len(tokens)": 2}),
         ),
-        (["W", "a.png", "--input", "X", "--key-input", "NARROW"], refuses("key", key=(2, 7))),
-        (["W", "a.png", "--input", "NARROW"], refuses("query", query=(2, 7))),
-        (["W", "a.png", "--input", "INTEGERS"], refuses("query", {"query.dtype": np.dtype(int)})),
-        (["W", "a.png", "--input", "NAN"], refuses("query", "1 NaN")),
-        (["T", "a.png", "--causal"], refuses("--causal", "decode-float32-torch")),
-        (["T", "a.png", "--stage", "q"], refuses("stage", stage="q")),
+        (["W", "a.png", "--input", "X", "--key-input", "NARROW"], rejects("key", key=(2, 7))),
+        (["W", "a.png", "--input", "NARROW"], rejects("query", query=(2, 7))),
+        (["W", "a.png", "--input", "INTEGERS"], rejects("query", {"query.dtype": np.dtype(int)})),
+        (["W", "a.png", "--input", "NAN"], rejects("query", "1 NaN")),
+        (["T", "a.png", "--causal"], rejects("--causal", "decode-float32-torch")),
+        (["T", "a.png", "--stage", "q"], rejects("stage", stage="q")),
     ],
 )
-def test_bad_usage_of_plot_writes_nothing(capsys, tmp_path, layer, trace, arguments, refusal):
+def test_bad_usage_of_plot_writes_nothing(capsys, tmp_path, layer, trace, arguments, input_error):
     """Invalid arguments of `plot` exit with status 2 and one error line about them; no
     picture is written.
     """
@@ -411,7 +413,7 @@ def test_bad_usage_of_plot_writes_nothing(capsys, tmp_path, layer, trace, argume
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("mha-parity: ")
-    assert refusal.is_printed_in(captured.err)
+    assert input_error.is_printed_in(captured.err)
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "a.png").exists()
 
@@ -438,7 +440,7 @@ def test_non_array_file_is_rejected(tmp_path, content, monkeypatch):
     """`read_array` raises an error for an empty file, a truncated array and a pickle."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.npy").write_bytes(content)
-    with refuses("…/x.npy"):
+    with rejects("…/x.npy"):
         read_array(tmp_path / "x.npy")
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
 
@@ -446,7 +448,7 @@ def test_non_array_file_is_rejected(tmp_path, content, monkeypatch):
 def test_object_array_is_rejected(tmp_path):
     """`read_array` raises an error for an array of objects."""
     np.save(tmp_path / "x.npy", np.array([{}], dtype=object), allow_pickle=True)
-    with refuses("…/x.npy"):
+    with rejects("…/x.npy"):
         read_array(tmp_path / "x.npy")
 
 

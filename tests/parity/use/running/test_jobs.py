@@ -12,7 +12,7 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 from parity import CASES, run_cases
 from parity.use.cli.main import main
@@ -127,12 +127,12 @@ def test_killed_parent_leaves_no_process(tmp_path):
 def test_invalid_jobs_option_fails(arguments, jobs, capsys):
     """`--jobs 0`, and `--jobs` with `--model`, exit with 2."""
     assert main(["run", "--cases", "textbook", *arguments]) == 2
-    assert refuses("--jobs", {"--jobs": jobs}).is_printed_in(capsys.readouterr().err)
+    assert rejects("--jobs", {"--jobs": jobs}).is_printed_in(capsys.readouterr().err)
 
 
 def test_invalid_jobs_argument_raises():
     """`jobs=0` raises an error that names `jobs`."""
-    with refuses("jobs", jobs=0):
+    with rejects("jobs", jobs=0):
         run_cases([CASES["textbook"]], ["torch"], jobs=0)
 
 
@@ -206,7 +206,7 @@ def test_other_python_error_is_one_line(tmp_path, capsys):
     )
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("mha-parity: ")
-    assert refuses(
+    assert rejects(
         str(python), "exit status 2: torch needs torch, not installed here"
     ).is_printed_in(said)
 
@@ -234,7 +234,7 @@ def test_warning_does_not_hide_a_crash(tmp_path):
 def test_invalid_python_option_fails(capsys, told, got):
     """`--python` with a missing interpreter or an unknown backend exits with 2."""
     assert main(["run", "--python", told]) == 2
-    assert refuses("--python", {"--python": got}).is_printed_in(capsys.readouterr().err)
+    assert rejects("--python", {"--python": got}).is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.costly("a program in place of an interpreter")

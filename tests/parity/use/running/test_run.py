@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xmlschema
 from helpers import DATA
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.samples import sample
 
 import mha_jax
@@ -436,7 +436,7 @@ def test_skips_are_counted_together(let_need):
 def test_requested_backend_must_run_a_case(monkeypatch):
     """A requested backend that skips all cases raises an error before anything runs."""
     monkeypatch.setattr(parity.use.running.run, "record", None)  # nothing may run before the error
-    with refuses("torch", "no such dtype"):
+    with rejects("torch", "no such dtype"):
         run_cases([CASES["textbook"], CASES["large-logits-float16"]], ["jax", "torch"], ["float16"])
 
 
@@ -499,17 +499,17 @@ def test_raising_backend_fails_one_case(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "refusal"),
+    ("arguments", "input_error"),
     [
-        ({"cases": []}, refuses("there", "0 cases on ['jax', 'torch'] in ['float32']")),
-        ({"dtypes": ["int8"]}, refuses("dtype", dtype="int8")),
-        ({"dtypes": []}, refuses("there", f"{len(CASES)} cases on ['jax', 'torch'] in []")),
-        ({"backends": ["numpy"]}, refuses("backend", backend="numpy")),
+        ({"cases": []}, rejects("there", "0 cases on ['jax', 'torch'] in ['float32']")),
+        ({"dtypes": ["int8"]}, rejects("dtype", dtype="int8")),
+        ({"dtypes": []}, rejects("there", f"{len(CASES)} cases on ['jax', 'torch'] in []")),
+        ({"backends": ["numpy"]}, rejects("backend", backend="numpy")),
     ],
 )
-def test_run_without_cases_raises(arguments, refusal):
+def test_run_without_cases_raises(arguments, input_error):
     """A run without cases or dtypes, or with unknown dtypes or backends, raises an error."""
-    with refusal:
+    with input_error:
         run_cases(**arguments)
 
 

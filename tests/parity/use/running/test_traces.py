@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 
 import parity.use.running.run
 from parity import CASES, AttentionSpec, random_weights, run_cases
@@ -112,46 +112,46 @@ def test_equal_numerics_locks_do_not_warn(traces):
 
 
 @pytest.mark.parametrize(
-    ("metadata", "refusal"),
+    ("metadata", "input_error"),
     [
-        ({"digest": "0" * 64}, refuses("…/causal-float32-torch.safetensors")),
+        ({"digest": "0" * 64}, rejects("…/causal-float32-torch.safetensors")),
         (
             {"case": "nowhere"},
-            refuses(
+            rejects(
                 "…/causal-float32-torch.safetensors",
                 "{'case': 'nowhere', 'dtype': 'float32', 'backend': 'torch'}",
             ),
         ),
-        ({"backend": "\x1b[31mred"}, refuses("…/causal-float32-torch.safetensors")),
-        ({"environment": "[]"}, refuses("…/traces/causal-float32-torch.safetensors", "'[]'")),
+        ({"backend": "\x1b[31mred"}, rejects("…/causal-float32-torch.safetensors")),
+        ({"environment": "[]"}, rejects("…/traces/causal-float32-torch.safetensors", "'[]'")),
         (
             {"environment": '{"backends": {"torch": null}}'},
-            refuses(
+            rejects(
                 "…/traces/causal-float32-torch.safetensors", '\'{"backends": {"torch": null}}\''
             ),
         ),
-        ({"environment": "[" * 100_000}, refuses("…/traces/causal-float32-torch.safetensors")),
-        ({"kind": "weights"}, refuses("…/causal-float32-torch.safetensors")),
-        ({"format": "9"}, refuses("…/causal-float32-torch.safetensors")),
-        ({"environment": "{"}, refuses("…/causal-float32-torch.safetensors", "'{'")),
+        ({"environment": "[" * 100_000}, rejects("…/traces/causal-float32-torch.safetensors")),
+        ({"kind": "weights"}, rejects("…/causal-float32-torch.safetensors")),
+        ({"format": "9"}, rejects("…/causal-float32-torch.safetensors")),
+        ({"environment": "{"}, rejects("…/causal-float32-torch.safetensors", "'{'")),
         (
             {"environment": '{"backends": {"torch": {"numerics": {"arithmetic": "abacus"}}}}'},
-            refuses("…/causal-float32-torch.safetensors", arithmetic="abacus"),
+            rejects("…/causal-float32-torch.safetensors", arithmetic="abacus"),
         ),
         (
             {"environment": '{"backends": {"torch": {"numerics": []}}}'},
-            refuses(
+            rejects(
                 "…/traces/causal-float32-torch.safetensors",
                 '\'{"backends": {"torch": {"numerics": []}}}\'',
             ),
         ),
     ],
 )
-def test_invalid_trace_metadata_raises(traces, metadata, refusal):
+def test_invalid_trace_metadata_raises(traces, metadata, input_error):
     """Wrong or malformed metadata of a trace raise an error that names the file."""
     path = traces / "causal-float32-torch.safetensors"
     change(path, metadata=metadata)
-    with refusal:
+    with input_error:
         compare_traces([path])
 
 
@@ -161,7 +161,7 @@ def test_unknown_tensor_in_trace_raises(traces):
     """
     path = traces / "causal-float32-torch.safetensors"
     change(path, {"scores": np.zeros(1)})
-    with refuses("…/causal-float32-torch.safetensors", "scores"):
+    with rejects("…/causal-float32-torch.safetensors", "scores"):
         compare_traces([path])
 
 
@@ -169,7 +169,7 @@ def test_truncated_trace_raises(traces):
     """A trace without its last byte raises an error that names the file."""
     path = traces / "causal-float32-torch.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with refuses("…/causal-float32-torch.safetensors"):
+    with rejects("…/causal-float32-torch.safetensors"):
         compare_traces([traces])
 
 
@@ -198,7 +198,7 @@ def test_trace_counts_once(traces, tmp_path):
     path = traces / "causal-float32-torch.safetensors"
     (tmp_path / "link.safetensors").symlink_to(path)
     for other in (path, tmp_path / "link.safetensors", traces):
-        with refuses("traces", "twice"):
+        with rejects("traces", "twice"):
             compare_traces([path, other])
 
 
@@ -290,7 +290,7 @@ def test_traces_in_subfolders_are_found(traces, tmp_path):
 
 def test_empty_folder_name_raises():
     """An empty path as a folder of traces raises an error."""
-    with refuses("a folder of traces", "''"):
+    with rejects("a folder of traces", "''"):
         compare_traces([""])
 
 
@@ -302,7 +302,7 @@ def test_traces_of_random_cases_pass(tmp_path):
 
 def test_a_folder_without_traces_is_an_error(tmp_path):
     """A folder without traces raises an error that names it."""
-    with refuses("…/test_a_folder_without_traces_i0", "no *.safetensors in it or its subfolders"):
+    with rejects("…/test_a_folder_without_traces_i0", "no *.safetensors in it or its subfolders"):
         compare_traces([tmp_path])
 
 
@@ -459,7 +459,7 @@ def test_only_skipped_traces_raise(tmp_path, monkeypatch):
     monkeypatch.setattr(torch_backend, "why_skipped", lambda case, dtype: "not today")
     run_cases([CASES["textbook"]], traces=tmp_path)
     (tmp_path / "textbook-float32-jax.safetensors").unlink()
-    with refuses("there", "1 skipped cases and no other"):
+    with rejects("there", "1 skipped cases and no other"):
         compare_traces([tmp_path])
 
 
@@ -467,13 +467,13 @@ def test_joined_digest_is_checked_first(tt_traces, monkeypatch):
     """A joined trace with a wrong digest raises an error before any backend runs."""
     monkeypatch.setattr(parity.use.running.run, "record", None)
     change(tt_traces / "textbook-float32-tt.safetensors", metadata={"digest": "0" * 64})
-    with refuses("\u2026/textbook-float32-tt.safetensors"):
+    with rejects("\u2026/textbook-float32-tt.safetensors"):
         joined(tt_traces)
 
 
 def test_joining_traces_with_weights_raises(tt_traces):
     """Traces cannot be joined to a run with weights of the caller."""
-    with refuses("traces to join", "weights"):
+    with rejects("traces to join", "weights"):
         joined(tt_traces, weights=random_weights(AttentionSpec(4, 2, d_in=3)))
 
 

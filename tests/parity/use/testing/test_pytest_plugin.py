@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 from helpers.samples import sample
 from helpers.shell import NO_HYPOTHESIS
 
@@ -183,9 +183,9 @@ def test_stage_unknown_to_reference_fails(x):
     """
     problem = make_problem(CASES["causal"], "float32")
     for name, hint in {"queries": "q", "attn_wieghts": "attn_weights", "outptu": "output"}.items():
-        with refuses("each stage", repr(name), hint=f"did you mean {hint}"):
+        with rejects("each stage", repr(name), hint=f"did you mean {hint}"):
             assert_parity({name: x}, problem=problem)
-    with refuses("each stage", "'hidden'"):
+    with rejects("each stage", "'hidden'"):
         assert_parity(x, problem=problem, stage="hidden")
     text = why({"gate": x}, problem=problem)
     assert "parity/gate" in text
@@ -267,26 +267,26 @@ def test_equal_arrays_always_pass(equal):
 
 
 @pytest.mark.parametrize(
-    ("options", "refusal"),
+    ("options", "input_error"),
     [
-        ({}, refuses_type("one of expected and problem", "neither")),
-        ({"expected": ONE, "problem": 1}, refuses_type("one of expected and problem", "both")),
-        ({"problem": "causal"}, refuses_type("problem", "str")),
+        ({}, rejects_type("one of expected and problem", "neither")),
+        ({"expected": ONE, "problem": 1}, rejects_type("one of expected and problem", "both")),
+        ({"problem": "causal"}, rejects_type("problem", "str")),
         (
             {"expected": {"q": ONE}},
-            refuses_type("actual, expected", "actual=ndarray, expected=dict"),
+            rejects_type("actual, expected", "actual=ndarray, expected=dict"),
         ),
-        ({"expected": [1.0]}, refuses_type("expected", "list")),
+        ({"expected": [1.0]}, rejects_type("expected", "list")),
         (
             {"expected": ONE, "same_precision": ONE},
-            refuses_type("same_precision", "the arrays of actual"),
+            rejects_type("same_precision", "the arrays of actual"),
         ),
-        ({"expected": ONE, "dtype": "float8"}, refuses("dtype", dtype="float8")),
+        ({"expected": ONE, "dtype": "float8"}, rejects("dtype", dtype="float8")),
     ],
 )
-def test_conflicting_arguments_raise(options, refusal):
+def test_conflicting_arguments_raise(options, input_error):
     """Arguments that conflict or have a wrong type or value raise an error with their names."""
-    with refusal:
+    with input_error:
         assert_parity(ONE, **options)
 
 
@@ -301,7 +301,7 @@ def test_absolute_tolerance_is_rejected():
 )
 def test_missing_return_is_suggested(options):
     """If `actual` is None, the error suggests a missing return."""
-    with refuses_type("actual", "None: is there a return missing?"):
+    with rejects_type("actual", "None: is there a return missing?"):
         assert_parity(None, **options)
 
 
@@ -618,21 +618,21 @@ def test_report_can_be_html(run_two_tests, pytester, name):
 
 
 @pytest.mark.parametrize(
-    ("path", "refusal"),
+    ("path", "input_error"),
     [
-        ("report.txt", refuses("--parity-report", "/report.txt")),
-        ("nowhere/report.json", refuses("--parity-report", "/nowhere/report.json")),
+        ("report.txt", rejects("--parity-report", "/report.txt")),
+        ("nowhere/report.json", rejects("--parity-report", "/nowhere/report.json")),
         (
             "/proc/report.json",
-            refuses("--parity-report", "/proc/report.json: No such file or directory"),
+            rejects("--parity-report", "/proc/report.json: No such file or directory"),
         ),
     ],
 )
-def test_unwritable_report_is_usage_error(run_two_tests, path, refusal):
+def test_unwritable_report_is_usage_error(run_two_tests, path, input_error):
     """A report path that cannot be written is a usage error before any test is collected."""
     result = run_two_tests("--parity-report", path)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert refusal.is_printed_in(result.stderr.str())
+    assert input_error.is_printed_in(result.stderr.str())
     result.stderr.fnmatch_lines(["ERROR: --parity-report *"])
     result.stdout.no_fnmatch_line("*collected*")
 

@@ -1,4 +1,4 @@
-"""Checks that invalid input raises a `InputError`, by its fields, because its words may change."""
+"""Checks that invalid input raises an `InputError`, by its fields, because its words may change."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mha_spec import InputError, InputTypeError
 from mha_spec.errors import _each, _setting, _value
 
 
-class Refuses:
-    """A `with` block that must raise a `InputError` of an argument; it can be entered again.
+class Rejects:
+    """A `with` block that must raise an `InputError` of an argument; it can be entered again.
 
     Args:
-        kind: ValueError, or TypeError for a `InputTypeError`.
+        kind: ValueError, or TypeError for an `InputTypeError`.
         argument: its name; "…" in it stands for any text.
         got: text contained in the passed value, or values by name; `...` stands for any value.
         where: text contained in the location.
@@ -41,11 +41,11 @@ class Refuses:
     def __repr__(self) -> str:
         return f"{self.argument} {self.got}"
 
-    def of(self, kind: type[Exception]) -> Refuses:
+    def of(self, kind: type[Exception]) -> Rejects:
         """Return the same check for a different kind of error."""
-        return Refuses(kind, self.argument, self.got, self.where, self.remedy, self.hint)
+        return Rejects(kind, self.argument, self.got, self.where, self.remedy, self.hint)
 
-    def __enter__(self) -> Refuses:
+    def __enter__(self) -> Rejects:
         self.value = None
         return self
 
@@ -68,26 +68,26 @@ class Refuses:
         )  # its frames would keep tensors alive as long as the table
         return True
 
-    def check(self, refusal: InputError) -> None:
+    def check(self, input_error: InputError) -> None:
         """Compare the fields of an error with the expected ones.
 
         Raises:
             AssertionError: if a field differs.
         """
-        assert re.fullmatch(self._pattern(), refusal.argument), str(refusal)
-        assert self.where in refusal.where, str(refusal)
-        assert self.hint in refusal.hint, str(refusal)
+        assert re.fullmatch(self._pattern(), input_error.argument), str(input_error)
+        assert self.where in input_error.where, str(input_error)
+        assert self.hint in input_error.hint, str(input_error)
         assert not self.remedy or any(
-            self.remedy.items() <= each.items() for each in _each(refusal.remedy)
-        ), str(refusal)
+            self.remedy.items() <= each.items() for each in _each(input_error.remedy)
+        ), str(input_error)
         if isinstance(self.got, str):
-            shown = refusal.got if isinstance(refusal.got, str) else str(refusal.got)
-            assert self.got in shown, str(refusal)
+            shown = input_error.got if isinstance(input_error.got, str) else str(input_error.got)
+            assert self.got in shown, str(input_error)
             return
-        held = {} if isinstance(refusal.got, str) else refusal.got
+        held = {} if isinstance(input_error.got, str) else input_error.got
         for name, value in self.got.items():
-            assert name in held, str(refusal)
-            assert isinstance(value, EllipsisType) or _is_same(held[name], value), str(refusal)
+            assert name in held, str(input_error)
+            assert isinstance(value, EllipsisType) or _is_same(held[name], value), str(input_error)
 
     def is_printed_in(self, text: str) -> bool:
         """Return whether a line of the text is the message of such an error, with any rule."""
@@ -121,7 +121,7 @@ class Refuses:
         return ".*".join(map(re.escape, self.argument.split("…")))
 
 
-def refuses(
+def rejects(
     argument: str,
     got: dict[str, Any] | str = "",
     /,
@@ -130,12 +130,12 @@ def refuses(
     remedy: Mapping[str, Any] | None = None,
     hint: str = "",
     **values: Any,
-) -> Refuses:
-    """Check that a block raises a `InputError` of the value of an argument."""
-    return Refuses(ValueError, argument, values or got, where, remedy, hint)
+) -> Rejects:
+    """Check that a block raises an `InputError` of the value of an argument."""
+    return Rejects(ValueError, argument, values or got, where, remedy, hint)
 
 
-def refuses_type(
+def rejects_type(
     argument: str,
     got: dict[str, Any] | str = "",
     /,
@@ -143,9 +143,9 @@ def refuses_type(
     where: str = "",
     hint: str = "",
     **values: Any,
-) -> Refuses:
-    """Check that a block raises a `InputError` of the type of an argument."""
-    return Refuses(TypeError, argument, values or got, where, hint=hint)
+) -> Rejects:
+    """Check that a block raises an `InputError` of the type of an argument."""
+    return Rejects(TypeError, argument, values or got, where, hint=hint)
 
 
 class Misuse:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from helpers.checkpoints import open_layers
-from helpers.refusals import refuses
+from helpers.input_errors import rejects
 from helpers.released_models import SMALL
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -180,7 +180,7 @@ def test_module_runs_with_its_model_mask(tmp_path):
 def test_model_without_a_module_raises(tmp_path):
     """Comparing a SigLIP text model with transformers, which cannot make it, raises an error."""
     saved(transformers.SiglipTextModel(transformers.SiglipTextConfig(**TEXT)), tmp_path)
-    with refuses("transformers"):
+    with rejects("transformers"):
         run_model(tmp_path, ["torch"], against="transformers")
 
 
@@ -193,7 +193,7 @@ def test_two_models_require_a_prefix(tmp_path):
             f"{who}.{name}": x for who in ("one", "other") for name, x in tensors.items()
         },
     )
-    with refuses("prefix"):
+    with rejects("prefix"):
         specs_in(tmp_path)
     assert len(specs_in(tmp_path, prefix="other.layers.{i}.self_attn")) == 2
 
@@ -218,7 +218,7 @@ def test_partial_stack_raises(tmp_path):
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     save_file(stacked(tensors, [5]), path)
-    with refuses("a stack", "1 of them", where="layers.self_attn"):
+    with rejects("a stack", "1 of them", where="layers.self_attn"):
         specs_in(tmp_path, "transformers.LLaMA", prefix="layers.self_attn")
     save_file(stacked(tensors, range(6)), path)
     found = specs_in(tmp_path, "transformers.LLaMA", prefix="layers.self_attn")
@@ -292,7 +292,7 @@ def test_contradicting_head_sizes_raise(tmp_path, name):
     """A head size other than in the file's equal layers raises; an equal one is accepted."""
     llama(tmp_path / "model")
     path = converted(tmp_path / "model", tmp_path / "own.safetensors")
-    with refuses(name):
+    with rejects(name):
         specs_in(path, **{name: 1})
     (spec,) = set(specs_in(path).values())
     assert set(specs_in(path, **{name: getattr(spec, name)}).values()) == {spec}
@@ -302,7 +302,7 @@ def test_contradicting_head_count_raises(tmp_path):
     """num_heads=2 raises an error for a converted file whose layers have 4 heads."""
     gemma2(tmp_path / "model")
     path = converted(tmp_path / "model", tmp_path / "own.safetensors")
-    with refuses("num_heads", "num_heads=2", where="layers.0.self_attn"):
+    with rejects("num_heads", "num_heads=2", where="layers.0.self_attn"):
         specs_in(path, num_heads=2)
 
 
@@ -313,7 +313,7 @@ def test_rope_argument_must_keep_scaling(tmp_path):
     config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     prefix = "layers.0.self_attn"
-    with refuses("rope", rope=..., where="layers.0.self_attn"):
+    with rejects("rope", rope=..., where="layers.0.self_attn"):
         load(tmp_path, prefix=prefix, rope=Rope(500.0))
     scaled = specs_of(tmp_path)[0].spec.rope
     assert load(tmp_path, prefix=prefix, rope=scaled)[1].rope == scaled
@@ -326,7 +326,7 @@ def test_layers_without_rope_stay_without(tmp_path):
     own = converted(tmp_path / "model", tmp_path / "own.safetensors")
     assert specs_in(own) == specs_in(tmp_path / "model")
     for path in (tmp_path / "model", own):
-        with refuses("rope", rope=...):
+        with rejects("rope", rope=...):
             specs_in(path, rope=Rope(500.0))
 
 
@@ -344,7 +344,7 @@ def test_invalid_dropped_names_raise(canonical, name, tmp_path, capsys):
     """Metadata that list a name as dropped that cannot be dropped make `compare` exit with 2."""
     rewritten(canonical, lambda metadata: {"dropped": json.dumps([name])})
     assert main(["compare", str(tmp_path / "model"), str(canonical)]) == 2
-    assert refuses("…/c.safetensors", name).is_printed_in(capsys.readouterr().err)
+    assert rejects("…/c.safetensors", name).is_printed_in(capsys.readouterr().err)
 
 
 def test_dropped_scaling_hides_no_rope_base(canonical, tmp_path, capsys):
@@ -358,7 +358,7 @@ def test_dropped_scaling_hides_no_rope_base(canonical, tmp_path, capsys):
     rewritten(canonical, other)
     assert main(["compare", str(tmp_path / "model"), str(canonical)]) == 2
     differ = "rope=Rope(theta=10000.0) and Rope(theta=500.0)"
-    assert refuses("the layers", differ).is_printed_in(capsys.readouterr().err)
+    assert rejects("the layers", differ).is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -375,9 +375,9 @@ def test_dropped_scaling_hides_no_rope_base(canonical, tmp_path, capsys):
 def test_invalid_config_values_raise(family, changes, argument):
     """An impossible value in a configuration raises an error that names its key."""
     config = json.loads(transformers.AutoConfig.for_model(family).to_json_string(use_diff=False))
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as rejected:
         specs_of(config | changes)
-    assert argument in f"{refused.value.argument} {refused.value.rule}"
+    assert argument in f"{rejected.value.argument} {rejected.value.rule}"
 
 
 # ---- Live modules --------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_t5_block_without_table_raises(name):
     )
     assert error < 1e-5 * size
     for path in (None, "encoder.block.1.layer.0.SelfAttention"):
-        with refuses("module", "block.0.layer.0.SelfAttention.relative_attention_bias.weight"):
+        with rejects("module", "block.0.layer.0.SelfAttention.relative_attention_bias.weight"):
             from_transformers(second, config, 1, path=path)
 
 
@@ -454,13 +454,13 @@ def test_module_of_another_part_raises():
         model.mit.encoder.layers[0].self_attn,
         model.vision_model.encoder.layers[0].self_attn,
     ):
-        with refuses("module", "vision_config"):
+        with rejects("module", "vision_config"):
             from_transformers(module, config, 0)
     other = model.mit.encoder.layers[0].self_attn  # also by the text's own configuration
-    with refuses("module", "xclip_vision_model"):
+    with rejects("module", "xclip_vision_model"):
         from_transformers(other, config.text_config, 0)
     del other.config
-    with refuses("module", "2 heads where layer 0 has 4"):
+    with rejects("module", "2 heads where layer 0 has 4"):
         from_transformers(other, config.text_config, 0)
 
 
@@ -479,5 +479,5 @@ def test_default_head_dim_must_be_configured():
     values = config.to_dict()
     assert from_transformers(module, values, 0)[0].head_dim == module.head_dim == 128
     del values["head_dim"]
-    with refuses("the configuration"):
+    with rejects("the configuration"):
         specs_of(values)

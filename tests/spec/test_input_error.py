@@ -15,17 +15,22 @@ def test_message_has_argument_and_values():
     """The message and fields of an error have its argument,
     its rule and the values that were passed.
     """
-    refusal = InputError("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
+    input_error = InputError(
+        "num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3
+    )
     assert (
-        str(refusal)
+        str(input_error)
         == "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3"
     )
-    assert (refusal.argument, refusal.rule) == ("num_heads", "be a multiple of num_kv_heads")
-    assert refusal.got == {"num_heads": 4, "num_kv_heads": 3}
+    assert (input_error.argument, input_error.rule) == (
+        "num_heads",
+        "be a multiple of num_kv_heads",
+    )
+    assert input_error.got == {"num_heads": 4, "num_kv_heads": 3}
 
 
 @pytest.mark.parametrize(
-    ("refusal", "text"),
+    ("input_error", "text"),
     [
         (InputError("a", "be b"), "a must be b"),
         (InputError("a", "be b", "neither"), "a must be b, got neither"),
@@ -64,13 +69,13 @@ def test_message_has_argument_and_values():
         ),
     ],
 )
-def test_each_part_has_its_position(refusal, text):
+def test_each_part_has_its_position(input_error, text):
     """Each part of an error is at its position in the message, in the expected words."""
-    assert str(refusal) == text
+    assert str(input_error) == text
 
 
 def test_wrong_type_is_also_a_type_error():
-    """`InputTypeError` is a `InputError` and a `TypeError`; a `InputError` is a `ValueError`
+    """`InputTypeError` is an `InputError` and a `TypeError`; an `InputError` is a `ValueError`
     only.
     """
     assert issubclass(InputTypeError, InputError)
@@ -88,17 +93,17 @@ def test_flags_replace_names_in_each_field():
     def rename(name: str, value: object) -> tuple[str, object]:
         return ("--rest", "drop") if name == "keep_rest" else (flags.get(name, name), value)
 
-    refusal = InputTypeError(
+    input_error = InputTypeError(
         "prefix", "match", prefix="a b", n=3, d=4, remedy={"fill_bias": True, "keep_rest": False}
     )
-    shown = refusal.renamed(rename)
+    shown = input_error.renamed(rename)
     assert (
         str(shown)
         == "--prefix must match, got --prefix 'a b', --n 3 and d=4; --fill-bias with --rest drop"
     )
     assert type(shown) is InputTypeError
-    assert refusal.argument == "prefix"
-    assert "prefix" in refusal.got
+    assert input_error.argument == "prefix"
+    assert "prefix" in input_error.got
 
 
 @pytest.mark.parametrize("field", ["argument", "rule", "got", "text", "hint", "where"])
@@ -134,8 +139,12 @@ def test_pickled_error_keeps_its_fields():
     that are not plain become text.
     """
     device = type("Device", (), {"__str__": lambda self: "device 0"})()
-    refusal = InputTypeError("x", "be on a device", x=3, device=device, where="here")
-    copied = pickle.loads(pickle.dumps(refusal))
+    input_error = InputTypeError("x", "be on a device", x=3, device=device, where="here")
+    copied = pickle.loads(pickle.dumps(input_error))
     assert type(copied) is InputTypeError
     assert copied.got == {"x": 3, "device": "device 0"}
-    assert str(copied) == str(refusal) == "here: x must be on a device, got x=3 and device=device 0"
+    assert (
+        str(copied)
+        == str(input_error)
+        == "here: x must be on a device, got x=3 and device=device 0"
+    )

@@ -1,7 +1,7 @@
 """Tests that the check of errors can fail: by each field, or without an error."""
 
 import pytest
-from helpers.refusals import refuses, refuses_type
+from helpers.input_errors import rejects, rejects_type
 
 from mha_spec import InputError, InputTypeError
 
@@ -9,10 +9,10 @@ from mha_spec import InputError, InputTypeError
 @pytest.mark.parametrize(
     "expected",
     [
-        refuses("num_heads", num_heads=4),
-        refuses("num_heads", {"num_heads": ..., "k.dtype": "int8"}, where="layer 1"),
-        refuses("…heads"),
-        refuses("num_heads", "int8"),
+        rejects("num_heads", num_heads=4),
+        rejects("num_heads", {"num_heads": ..., "k.dtype": "int8"}, where="layer 1"),
+        rejects("…heads"),
+        rejects("num_heads", "int8"),
     ],
 )
 def test_expected_fields_pass(expected):
@@ -29,15 +29,15 @@ def test_expected_fields_pass(expected):
 @pytest.mark.parametrize(
     "expected",
     [
-        refuses("heads"),
-        refuses("…kv_heads"),
-        refuses("num_heads", num_heads=3),
-        refuses("num_heads", num_heads=4.0),
-        refuses("num_heads", num_heads=True),
-        refuses("num_heads", head_dim=...),
-        refuses("num_heads", "int4"),
-        refuses("num_heads", where="layer 2"),
-        refuses_type("num_heads"),
+        rejects("heads"),
+        rejects("…kv_heads"),
+        rejects("num_heads", num_heads=3),
+        rejects("num_heads", num_heads=4.0),
+        rejects("num_heads", num_heads=True),
+        rejects("num_heads", head_dim=...),
+        rejects("num_heads", "int4"),
+        rejects("num_heads", where="layer 2"),
+        rejects_type("num_heads"),
     ],
 )
 def test_different_field_fails(expected):
@@ -52,13 +52,13 @@ def test_missing_error_fails():
     """The check fails without an error or with one of a different kind, and other exceptions
     pass through it.
     """
-    with pytest.raises(pytest.fail.Exception, match="num_heads"), refuses("num_heads"):
+    with pytest.raises(pytest.fail.Exception, match="num_heads"), rejects("num_heads"):
         pass
-    with pytest.raises(ZeroDivisionError), refuses("num_heads"):
+    with pytest.raises(ZeroDivisionError), rejects("num_heads"):
         1 // 0  # noqa: B018
-    with pytest.raises(AssertionError), refuses("num_heads"):
+    with pytest.raises(AssertionError), rejects("num_heads"):
         raise InputTypeError("num_heads", "be an integer")
-    with refuses_type("num_heads"):
+    with rejects_type("num_heads"):
         raise InputTypeError("num_heads", "be an integer")
 
 
@@ -71,10 +71,10 @@ PRINTED = (
 @pytest.mark.parametrize(
     "expected",
     [
-        refuses("--heads"),
-        refuses("--heads", {"--heads": 4, "--to": "a b", "n": [1, 2]}, where="layer 1"),
-        refuses("--…", {"--heads": ...}, remedy={"--devices": 8}, hint="helps"),
-        refuses("--heads", "a b", remedy={"--fill": True}),
+        rejects("--heads"),
+        rejects("--heads", {"--heads": 4, "--to": "a b", "n": [1, 2]}, where="layer 1"),
+        rejects("--…", {"--heads": ...}, remedy={"--devices": 8}, hint="helps"),
+        rejects("--heads", "a b", remedy={"--fill": True}),
     ],
 )
 def test_printed_error_is_found(expected):
@@ -85,18 +85,18 @@ def test_printed_error_is_found(expected):
 @pytest.mark.parametrize(
     "expected",
     [
-        refuses("heads"),
-        refuses("--head"),
-        refuses("--heads", where="layer 2"),
-        refuses("--heads", {"--heads": 5}),
-        refuses("--heads", {"--hea": ...}),
-        refuses("--heads", {"--to": "a"}),
-        refuses("--heads", {"n": [1]}),
-        refuses("--heads", {"--devices": 8}),
-        refuses("--heads", "odd"),
-        refuses("--heads", remedy={"--devices": 4}),
-        refuses("--heads", remedy={"--heads": 4}),
-        refuses("--heads", hint="near it"),
+        rejects("heads"),
+        rejects("--head"),
+        rejects("--heads", where="layer 2"),
+        rejects("--heads", {"--heads": 5}),
+        rejects("--heads", {"--hea": ...}),
+        rejects("--heads", {"--to": "a"}),
+        rejects("--heads", {"n": [1]}),
+        rejects("--heads", {"--devices": 8}),
+        rejects("--heads", "odd"),
+        rejects("--heads", remedy={"--devices": 4}),
+        rejects("--heads", remedy={"--heads": 4}),
+        rejects("--heads", hint="near it"),
     ],
 )
 def test_different_error_is_not_found(expected):
@@ -106,12 +106,12 @@ def test_different_error_is_not_found(expected):
 
 def test_text_without_error_has_none():
     """A line with an argument but no rule is not a printed error."""
-    assert not refuses("--heads").is_printed_in("mha-parity: --heads\n")
+    assert not rejects("--heads").is_printed_in("mha-parity: --heads\n")
 
 
 @pytest.mark.parametrize(
     "expected",
-    [refuses("n", remedy={"m": 2}), refuses("n", remedy={"k": 1}), refuses("n", hint="k")],
+    [rejects("n", remedy={"m": 2}), rejects("n", remedy={"k": 1}), rejects("n", hint="k")],
 )
 def test_different_advice_fails(expected):
     """The check fails if the remedy or the hint differs."""
@@ -121,5 +121,5 @@ def test_different_advice_fails(expected):
 
 def test_expected_advice_passes():
     """The check passes if one alternative has the remedy, and the hint matches."""
-    with refuses("n", remedy={"m": 1}, hint="helps"):
+    with rejects("n", remedy={"m": 1}, hint="helps"):
         raise InputError("n", "be odd", n=4, remedy=[{"m": 1, "j": 2}, {"k": 2}], hint="helps")
