@@ -608,6 +608,6 @@ def test_unavailable_device_fails_first(capsys, options, words):
 def test_missing_cuda_is_named(monkeypatch):
     """If PyTorch was built without CUDA, the error says so."""
     monkeypatch.setattr("torch.backends.cuda.is_built", lambda: False)
-    with refuses("device", device="cuda:9") as error:
+    with rejects("device", device="cuda:9") as error:
         on_device("cuda:9")
     assert str(error.value) == "device='cuda:9': this PyTorch has no CUDA"
