@@ -95,9 +95,8 @@ class Cache:
             ValueError: if `repeats` is below 1.
         """
         check_count("repeats", repeats)
-        return self.reorder(
-            [index for index in range(self.lengths.shape[0]) for _ in range(repeats)]
-        )
+        indices = np.repeat(np.arange(self.lengths.shape[0]), repeats)
+        return self.reorder(indices.tolist())
 
     def grow(self, capacity: int) -> Self:
         """Return a cache of the same tokens with more slots.
@@ -240,12 +239,12 @@ def append_to_cache(
             old tokens.)
     """
     check_appended(cache, key, value, new_lengths)
-    return append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
+    return append_unchecked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
 
 
 @compiled()
 @with_auto_axes(specs_of)
-def append_checked(cache: CacheT, new: tuple[Array, ...], added: Array) -> CacheT:
+def append_unchecked(cache: CacheT, new: tuple[Array, ...], added: Array) -> CacheT:
     """Append new tokens to each array of slots, without checks."""
     seq_len = new[0].shape[2]
     # A cache may consist of NumPy arrays.

@@ -144,7 +144,7 @@ def apply_dropout(
     0 <= rate < 1. `keep` is True for weights to keep; default: a random draw with the key `rng`.
 
     Raises:
-        ValueError: if the rate is out of range, or both `keep` and `rng` are None.
+        ValueError: if the rate lies outside [0, 1), or is above 0 without `keep` and `rng`.
     """
     if keep is None:
         if not rate:

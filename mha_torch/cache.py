@@ -270,7 +270,7 @@ def append_to_cache(
             not fit is left unchanged instead.)
     """
     lengths = check_appended(cache, key, value, new_lengths)
-    after = append_checked(cache, (key, value), new_lengths, lengths)
+    after = append_unchecked(cache, (key, value), new_lengths, lengths)
     mark_written_over(cache, after)
     return after
 
@@ -294,7 +294,7 @@ def _version_of(lengths: Tensor) -> int:
     return lengths._version
 
 
-def append_checked(
+def append_unchecked(
     cache: CacheT,
     new: tuple[Tensor, ...],
     new_lengths: Tensor | Sequence[int] | None,

@@ -276,7 +276,7 @@ def append_to_cache(
             unchanged.
     """
     check_appended(cache, key, value, new_lengths)
-    after = append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
+    after = append_unchecked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
     mark_written_over(cache, after)
     return after
 
@@ -293,7 +293,7 @@ def mark_written_over(before: Cache, after: Cache) -> None:
         object.__setattr__(before, "is_written_over", True)
 
 
-def append_checked(cache: CacheT, new: tuple[Tensor, ...], added: np.ndarray) -> CacheT:
+def append_unchecked(cache: CacheT, new: tuple[Tensor, ...], added: np.ndarray) -> CacheT:
     """Append new tokens to each tensor of slots, without checks."""
     # The device writes whole tiles or pages, or single rows: rows up to the next tile, for all
     # sequences at once, …

@@ -28,7 +28,7 @@ from mha_spec.rules import (
 )
 from mha_spec.score_weights import without_sinks
 from mha_tt.layout import (
-    TAKEN,
+    PADDED_INPUTS,
     has_heads,
     norm_parameter_shape,
     padded_features,
@@ -168,8 +168,8 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
             d_out = sum(padded_width(f"{part}_proj", spec) for part in "qkv")
         elif has_heads(name, spec):
             d_out = padded_width(name, spec)
-        if name in TAKEN:
-            d_in = padded_width(TAKEN[name], spec)
+        if name in PADDED_INPUTS:
+            d_in = padded_width(PADDED_INPUTS[name], spec)
         shapes[f"{name}.weight"] = (d_in, d_out)
         if projection.has_bias:
             shapes[f"{name}.bias"] = (1, d_out)
@@ -326,7 +326,8 @@ def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
     if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
         raise InputError(
             "head_dim",
-            "be passed for pairs other than (i, i + H/2), with heads as `head_slots` orders them",
+            "be passed for pairs other than (i, i + H/2), with heads as `feature_indices` orders "
+            "them",
             head_dim=None,
             rope=rope,
         )

@@ -35,10 +35,10 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
         raise InputError(
             "the width", "be a multiple of num_heads", width=width, num_heads=num_heads
         )
-    return split_checked(x, num_heads)
+    return split_unchecked(x, num_heads)
 
 
-def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
+def split_unchecked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
     """Split the last axis into heads, without checks."""
     batch_size, seq_len, width = x.shape
     if 0 in (batch_size, seq_len):  # most operations reject empty tensors
@@ -58,10 +58,10 @@ def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "
 def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     """Concatenate heads: the inverse of `split_heads`."""
     check_tiles("x", x)
-    return combine_checked(x)
+    return combine_unchecked(x)
 
 
-def combine_checked(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
+def combine_unchecked(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     """Concatenate heads, without checks."""
     batch_size, num_heads, seq_len, head_dim = x.shape
     if 0 in (batch_size, seq_len):

@@ -110,14 +110,16 @@ class DeviceMask:
 
     @cached_property
     def hidden(self) -> Tensor:
-        """1 for masked keys, else 0, in float32. Fully masked rows mask no key here; `keep` sets
-        them to 0.
+        """1 for masked keys, else 0, in float32. Fully masked rows mask no key here;
+        `rows_with_keys` sets them to 0.
         """
         return upload(self.mask & ~self._empty_rows, device=self.device, dtype=ttnn.float32)
 
     @cached_property
-    def keep(self) -> Tensor | None:
-        """0 in fully masked rows, else 1, (…, T, 1); None without such rows."""
+    def rows_with_keys(self) -> Tensor | None:
+        """1 for rows with a visible key, 0 for fully masked rows, (…, T, 1); None if all rows have
+        a key.
+        """
         if not self._empty_rows.any():
             return None
         return upload(~self._empty_rows, device=self.device, dtype=ttnn.bfloat16)
@@ -392,9 +394,9 @@ def zero_masked_rows(
     x: Float[Tensor, "B N T ..."], mask: DeviceMask | None
 ) -> Float[Tensor, "B N T ..."]:
     """Return x with 0 in fully masked rows."""
-    if mask is None or mask.keep is None:
+    if mask is None or mask.rows_with_keys is None:
         return x
-    return ttnn.where(as_dtype(mask.keep, x.dtype), x, 0.0)
+    return ttnn.where(as_dtype(mask.rows_with_keys, x.dtype), x, 0.0)
 
 
 def _check_segments(

@@ -33,7 +33,7 @@ from mha_jax.sharding import (
     head_sharding,
     is_explicit,
     is_manual,
-    placed,
+    sharding_on_mesh_of,
     spec_of,
     token_axis,
     varying,
@@ -255,7 +255,7 @@ class _Heads(NamedTuple):
             spec = (free, free, self.axis, free, None, None)
         else:
             spec = (free, free, None, free, self.axis, None)
-        return lax.with_sharding_constraint(x, placed(x, PartitionSpec(*spec)))
+        return lax.with_sharding_constraint(x, sharding_on_mesh_of(x, PartitionSpec(*spec)))
 
 
 def _share_heads(

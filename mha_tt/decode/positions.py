@@ -73,7 +73,7 @@ class DecodePositions:
         is_alike = self.table is table and self._is_row_each == is_row_each
         return is_alike and np.array_equal(self._lengths, lengths)
 
-    def decode_step(self) -> None:
+    def advance(self) -> None:
         """Advance by one token per sequence, in place."""
         for x in (self.slots, self._rows):
             if x is not None:

@@ -34,7 +34,7 @@ def apply_rope(
         positions: position of each token in its sequence, from 0, (B or 1, T), or with sections
             also (axes, B or 1, T), on the host.
         rope: pairs and frequencies.
-        head_dim: features of a head if x has more, in the layout of `head_slots(head_dim,
+        head_dim: features of a head if x has more, in the layout of `feature_indices(head_dim,
             rope=rope)`. An unpadded head supports only pairs (i, i + H/2).
 
     Returns:
@@ -163,7 +163,7 @@ def cos_and_sin(
     """Return the factors of features, and of those half a head away, (B or 1, T, P) each."""
     check_pair_order(rope, head_dim, padded)
     angles = _angles(positions, rope, padded if head_dim is None else head_dim, side_by_side)
-    first = np.arange(angles.shape[-1])  # see `head_slots`
+    first = np.arange(angles.shape[-1])  # see `feature_indices`
     second = padded // 2 + first
     cos = np.ones((*angles.shape[:2], padded))
     sin = np.zeros((*angles.shape[:2], padded))

@@ -209,10 +209,10 @@ def attend_to_cache(
         "learned": learned,
         "compute_kernel_config": compute_kernel_config,
     }
-    return attend_to_checked(query, keys, values, last_positions, rules, **options)
+    return attend_to_cache_unchecked(query, keys, values, last_positions, rules, **options)
 
 
-def attend_to_checked(
+def attend_to_cache_unchecked(
     query: Float[Tensor, "1 B N H"],
     keys: Float[Tensor, "B K S H"],
     values: Float[Tensor, "B K S Hv"],
