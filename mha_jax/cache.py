@@ -57,8 +57,8 @@ class Cache:
         return kind(*slots, lengths)
 
     def copy(self) -> Self:
-        """Return a cache of the same tokens with its own storage, as for going back to them after
-        other steps.
+        """Return a cache of the same tokens with its own storage, for example to return to them
+        after other steps.
         """
         slots = (jnp.array(x, copy=True) for x in self.slots.values())
         return self.with_slots(slots, jnp.array(self.lengths, copy=True))
@@ -82,7 +82,7 @@ class Cache:
         return self.with_slots(slots, jnp.asarray(self.lengths)[indices])
 
     def repeat(self, repeats: int) -> Self:
-        """Return a cache with each sequence `repeats` times in a row, as for beam search.
+        """Return a cache with each sequence `repeats` times in a row, for example for beam search.
 
         Args:
             repeats: number of copies, at least 1.
@@ -307,7 +307,7 @@ def token_positions(lengths: Array, seq_len: int) -> Array:
 
 def has_room(cache: Cache, seq_len: int, added: Array) -> Array:
     """Return whether each sequence has free slots for its new tokens, of at most T, (B,)."""
-    # Negative if the layer that shares its cache has not appended the new tokens.
+    # With `shared_kv` lengths are negative if the other layer has not appended the new tokens.
     fits = (cache.lengths >= 0) & (cache.lengths + added <= cache.capacity)
     return fits & (added >= 0) & (added <= seq_len)
 
@@ -427,9 +427,10 @@ def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | 
         added = _on_host(new_lengths)
         check_lengths("new_lengths", added, batch_size, seq_len)
     # Under jit values may be unknown, and count as 0, the least that they can be.
-    lengths, added = (
-        np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (lengths, added)
-    )
+    if isinstance(lengths, Tracer):
+        lengths = np.zeros(1, np.int64)
+    if isinstance(added, Tracer):
+        added = np.zeros(1, np.int64)
     # In a narrow dtype of lengths, such as uint8, the sum could overflow.
     if bool((lengths.astype(np.int64) + added > capacity).any()):
         rule = f"not exceed the {capacity} slots of the cache"

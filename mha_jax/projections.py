@@ -144,6 +144,7 @@ def project_output(
             gate_width = spec.context_width
         check_features("gate_proj", gate, gate_width)
         context = apply_gate(context, gate)
+    # As `combine_heads`, without the cost of its call outside of jit.
     output = context.swapaxes(1, 2)
     output = output.reshape(*output.shape[:2], output.shape[2] * output.shape[3])
     if spec.context_norm is not None:

@@ -145,6 +145,7 @@ def project_output(
             gate_width = spec.context_width
         check_features("gate_proj", gate, gate_width)
         context = apply_gate(context, gate)
+    # As `combine_heads`, without the cost of its call in each decoding step.
     output = context.transpose(1, 2).flatten(-2)
     if spec.context_norm is not None:
         output = project("context_norm", output)

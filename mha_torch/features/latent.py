@@ -245,7 +245,8 @@ def append_to_latent_cache(
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
         ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then
-            unchanged.
+            unchanged. (If lengths are unknown, as in a compiled graph, a sequence whose tokens do
+            not fit is left unchanged instead.)
     """
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)
