@@ -205,7 +205,7 @@ def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_finite(weights: Mapping[str, np.ndarray]) -> None:
-    """Reject weights with NaN or infinity, if their values are known."""
+    """Reject weights with NaN or infinity."""
     with np.errstate(over="ignore"):  # values beyond float32 become infinite
         wrong = [
             name
@@ -322,7 +322,9 @@ def check_features(name: str, x: Tensor, width: int) -> None:
 
 
 def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
-    """Reject heads whose pairs are not half a head apart."""
+    """Reject unpadded heads whose pairs are not half a head apart, and heads with the wrong padding
+    for RoPE.
+    """
     if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
         raise InputError(
             "head_dim",

@@ -84,7 +84,7 @@ def _opening(what: str) -> Iterator[None]:
     where = describe_target()
     if target() is None:
         raise RuntimeError(
-            f"a device must be there to be opened, found {where}; ttnn_mock.board() needs none"
+            f"a device must be present to be opened, found {where}; ttnn_mock.board() needs none"
         )
     try:
         yield

@@ -16,9 +16,10 @@ from mha_tt.device import zeros
 from mha_tt.layout import TILE, TILE_NBYTES, round_up
 
 MOST_ROW_NBYTES = 2**19
-"""Bytes of a row of tiles, all heads of 32 tokens, that ttnn's `concatenate_heads` can hold. It
-reads one row while it writes another: of a core's memory, 1464 KiB or more, 1 MiB. The rest is for
-programs and for tensors in L1. 64 heads of 128 in float32 are twice as many bytes.
+"""Most bytes of a row of tiles (all heads of 32 tokens) for ttnn's `concatenate_heads`.
+
+It holds two rows at once: 1 MiB of a core's 1464 KiB or more; the rest is for programs and for
+tensors in L1. 64 heads of 128 features in float32 have twice as many bytes.
 """
 
 

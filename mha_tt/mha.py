@@ -302,8 +302,8 @@ class AttentionLayer:
         return mask, self._rotation
 
     def check_input(self, name: str, x: Tensor) -> None:
-        """Reject an input of a wrong rank or dtype, and random dropout that ttnn does not
-        support.
+        """Reject an input that is not in tiles on the device or has the wrong dtype, and random
+        dropout that ttnn does not support.
         """
         check_tiles(name, x)
         check_input_dtype(name, x, self.dtype)

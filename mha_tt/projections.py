@@ -51,6 +51,7 @@ def project_qkv(
         return q, k, v
     positions, rotation = positions_and_rotation(query, positions, spec)
     q, k, v = _project_inputs(project, query, key, value, spec)
+    # Operations follow the order of recorded programs, which a different order cannot replay.
     q = _to_heads(project, "q_norm", q, spec.num_heads, spec, rotation)
     if not spec.shared_kv:
         k = _to_heads(project, "k_norm", k, spec.num_kv_heads, spec, rotation)

@@ -26,8 +26,8 @@ from mha_tt.layout import (
 )
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`,
-`gate_proj`) to an input, or a norm (`q_norm`, `k_norm`, `v_norm`) to projected features.
+"""Applies a projection or a norm by its name in `AttentionSpec.projections` or
+`AttentionSpec.norms`, such as `q_proj` or `k_norm`, to its input.
 """
 
 

@@ -55,8 +55,11 @@ class DecodePositions:
         With `is_row_each` the rotations of each sequence have their own tiles; otherwise sequences
         share tiles.
         """
-        self._lengths, self._is_row_each, self.prepared = lengths.copy(), is_row_each, prepared
-        self.slots, self.table = upload_rows(lengths, device=device, dtype=ttnn.int32), table
+        self._lengths = lengths.copy()
+        self._is_row_each = is_row_each
+        self.prepared = prepared
+        self.slots = upload_rows(lengths, device=device, dtype=ttnn.int32)
+        self.table = table
         if is_row_each:
             rows = lengths[:, None]
         else:

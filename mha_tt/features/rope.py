@@ -143,9 +143,9 @@ def positions_and_rotation(
     check_positions(positions, x.shape[0], x.shape[1], spec.rope)
     if isinstance(positions, Rotation):
         return positions.positions, positions
-    return positions, None if 0 in (x.shape[0], x.shape[1]) else rotation_of(
-        positions, spec, device=x.device()
-    )
+    if 0 in (x.shape[0], x.shape[1]):
+        return positions, None
+    return positions, rotation_of(positions, spec, device=x.device())
 
 
 def rotated_head(spec: AttentionSpec) -> tuple[int, int]:
@@ -175,14 +175,12 @@ def cos_and_sin(
 
 def _angles(positions: np.ndarray, rope: Rope, head_dim: int, side_by_side: bool) -> np.ndarray:
     """Return the angle of each token and pair, (B or 1, T, R/2)."""
-    if positions.ndim == 3:
-        of_axes = positions
-    else:
-        of_axes = positions[None]
     frequencies = rope.frequencies(head_dim)
     if positions.ndim == 3:
+        of_axes = positions
         axes = rope.axes(head_dim)
     else:
+        of_axes = positions[None]
         axes = np.zeros(len(frequencies), np.int64)
     if rope.depends_on_length:
         lengths = of_axes.max(axis=0) + 1
