@@ -57,8 +57,8 @@ class Cache:
         return kind(*slots, lengths)
 
     def copy(self) -> Self:
-        """Return a cache of the same tokens with its own storage, as for going back to them after
-        other steps.
+        """Return a cache of the same tokens with its own storage, for example to return to them
+        after other steps.
         """
         slots = (jnp.array(x, copy=True) for x in self.slots.values())
         return self.with_slots(slots, jnp.array(self.lengths, copy=True))
@@ -82,7 +82,7 @@ class Cache:
         return self.with_slots(slots, jnp.asarray(self.lengths)[indices])
 
     def repeat(self, repeats: int) -> Self:
-        """Return a cache with each sequence `repeats` times in a row, as for beam search.
+        """Return a cache with each sequence `repeats` times in a row, for example for beam search.
 
         Args:
             repeats: number of copies, at least 1.
@@ -95,9 +95,8 @@ class Cache:
             ValueError: if `repeats` is below 1.
         """
         check_count("repeats", repeats)
-        return self.reorder(
-            [index for index in range(self.lengths.shape[0]) for _ in range(repeats)]
-        )
+        indices = np.repeat(np.arange(self.lengths.shape[0]), repeats)
+        return self.reorder(indices.tolist())
 
     def grow(self, capacity: int) -> Self:
         """Return a cache of the same tokens with more slots.
@@ -240,12 +239,12 @@ def append_to_cache(
             old tokens.)
     """
     check_appended(cache, key, value, new_lengths)
-    return append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
+    return append_unchecked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
 
 
 @compiled()
 @with_auto_axes(specs_of)
-def append_checked(cache: CacheT, new: tuple[Array, ...], added: Array) -> CacheT:
+def append_unchecked(cache: CacheT, new: tuple[Array, ...], added: Array) -> CacheT:
     """Append new tokens to each array of slots, without checks."""
     seq_len = new[0].shape[2]
     # A cache may consist of NumPy arrays.
@@ -308,7 +307,7 @@ def token_positions(lengths: Array, seq_len: int) -> Array:
 
 def has_room(cache: Cache, seq_len: int, added: Array) -> Array:
     """Return whether each sequence has free slots for its new tokens, of at most T, (B,)."""
-    # Negative if the layer that shares its cache has not appended the new tokens.
+    # With `shared_kv` lengths are negative if the other layer has not appended the new tokens.
     fits = (cache.lengths >= 0) & (cache.lengths + added <= cache.capacity)
     return fits & (added >= 0) & (added <= seq_len)
 
@@ -428,9 +427,10 @@ def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | 
         added = _on_host(new_lengths)
         check_lengths("new_lengths", added, batch_size, seq_len)
     # Under jit values may be unknown, and count as 0, the least that they can be.
-    lengths, added = (
-        np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (lengths, added)
-    )
+    if isinstance(lengths, Tracer):
+        lengths = np.zeros(1, np.int64)
+    if isinstance(added, Tracer):
+        added = np.zeros(1, np.int64)
     # In a narrow dtype of lengths, such as uint8, the sum could overflow.
     if bool((lengths.astype(np.int64) + added > capacity).any()):
         rule = f"not exceed the {capacity} slots of the cache"

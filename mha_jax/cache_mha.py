@@ -16,7 +16,7 @@ from mha_jax.cache import (
     Cache,
     CacheT,
     KVCache,
-    append_checked,
+    append_unchecked,
     check_cache,
     check_cached_input,
     check_room,
@@ -104,7 +104,10 @@ def cached_layer(
     positions: Array | None,
     kv_b: Array | None = None,
 ) -> tuple[Array, CacheT]:
-    """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
+    """Append new tokens to a cache of either type and attend.
+
+    With `kv_b`, the kernel of kv_b_proj, in the absorbed form.
+    """
     spec = layer.spec
     check_kernel(layer.kernel)
     check_cached_input(x, cache, spec)
@@ -126,16 +129,16 @@ def cached_layer(
     lengths = jnp.asarray(before.lengths)
     added = num_added(before, seq_len, new_lengths)
     if new_lengths is not None:
-        x = _empty_padding(x, added)
+        x = _zero_padded_tokens(x, added)
     if spec.has_positions:
         if positions is None:
             positions = token_positions(lengths, seq_len)
         # Frequencies may depend on the last position: padding must not move it.
         if new_lengths is not None:
-            positions = _of_real_tokens(positions, added)
+            positions = _positions_without_padding(positions, added)
     q, new = _project_new_tokens(layer.project, x, before, spec, positions)
     if not spec.shared_kv:
-        cache = append_checked(cache, new, added)
+        cache = append_unchecked(before, new, added)
     q, k, v, scores_spec = _keys_and_values(q, cache, spec, layer.project, kv_b)
     if scores_spec is not spec:
         scores = replace(scores, spec=scores_spec)
@@ -186,7 +189,7 @@ def _keys_and_values(
 
 
 @compiled()
-def _of_real_tokens(positions: Array, added: Array) -> Array:
+def _positions_without_padding(positions: Array, added: Array) -> Array:
     """Return the positions, (B, T) or (axes, B, T), with the position of the first token for
     padding.
     """
@@ -199,7 +202,7 @@ def _of_real_tokens(positions: Array, added: Array) -> Array:
 
 
 @compiled()
-def _empty_padding(x: Array, added: Array) -> Array:
+def _zero_padded_tokens(x: Array, added: Array) -> Array:
     """Return tokens with 0 in padding, where NaN must not spread, not even to gradients."""
     return zero_where(x, padding_after(added, x.shape[1])[:, :, None])
 
@@ -210,7 +213,7 @@ def _mark_padding_and_overflow(output: Array, cache: Cache, added: Array) -> Arr
     jit does not allow.
     """
     fits = has_room(cache, output.shape[1], added)
-    return jnp.where(fits[:, None, None], _empty_padding(output, added), jnp.nan)
+    return jnp.where(fits[:, None, None], _zero_padded_tokens(output, added), jnp.nan)
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):

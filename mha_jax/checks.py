@@ -108,29 +108,38 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
         raise InputTypeError(
             "weights", "be a mapping of projections to their arrays", type(weights).__name__
         )
-    of_parts = {name: leaves for name, leaves in weights.items() if name not in spec.score_shapes}
-    flat = sorted(name for name, leaves in of_parts.items() if not isinstance(leaves, Mapping))
-    if flat:
+    arrays = {}
+    projections = {}
+    for name, leaves in weights.items():
+        if name in spec.score_shapes:
+            arrays[name] = leaves
+        else:
+            projections[name] = leaves
+    bare_arrays = sorted(
+        name for name, leaves in projections.items() if not isinstance(leaves, Mapping)
+    )
+    if bare_arrays:
         raise InputTypeError(
-            "weights", "map each projection to its kernel and bias", f"arrays for {flat}"
+            "weights", "map each projection to its kernel and bias", f"arrays for {bare_arrays}"
         )
-    arrays = {name: array for name, array in weights.items() if name in spec.score_shapes}
-    for part, leaves in of_parts.items():
-        arrays |= {f"{part}.{leaf}": array for leaf, array in leaves.items()}
-    shapes = {
-        name.replace("proj.weight", "proj.kernel"): shape
-        if name in spec.parameters
-        else shape[::-1]
-        for name, shape in spec.stored_shapes.items()
-    }
+    for projection, leaves in projections.items():
+        for leaf, array in leaves.items():
+            arrays[f"{projection}.{leaf}"] = array
+    shapes = {}
+    for name, shape in spec.stored_shapes.items():
+        if name in spec.parameters:
+            shapes[name] = shape
+        else:  # a kernel of Flax is the transpose of a weight
+            shapes[name.replace("proj.weight", "proj.kernel")] = shape[::-1]
     check_names("weights", arrays, shapes)
     first = next(iter(shapes))
+    first_array = array_of(arrays[first])
     for name, shape in shapes.items():
         array = array_of(arrays[name])
         check_weight(name, array, shape)
-        if array.dtype != arrays[first].dtype:
+        if array.dtype != first_array.dtype:
             raise InputTypeError(
-                name, f"have the dtype of {first}", f"{array.dtype} and {arrays[first].dtype}"
+                name, f"have the dtype of {first}", f"{array.dtype} and {first_array.dtype}"
             )
 
 

@@ -27,7 +27,9 @@ def compiled(*static: str) -> Callable[[Function], Function]:
 
         @wraps(function)
         def call(*args: Any, **keywords: Any) -> Any:
-            return (function if _is_compiling() else jitted)(*args, **keywords)
+            if _is_compiling():
+                return function(*args, **keywords)
+            return jitted(*args, **keywords)
 
         return call  # pyright: ignore[reportReturnType]
 
@@ -35,5 +37,6 @@ def compiled(*static: str) -> Callable[[Function], Function]:
 
 
 def _is_compiling() -> bool:
-    # Under `grad` or `vmap` without `jit`, constants still become arrays.
+    # Under `jit` even an operation on a constant returns a tracer; under `grad` or `vmap` alone it
+    # returns an array.
     return isinstance(lax.neg(np.float32(0.0)), Tracer)

@@ -65,12 +65,12 @@ def multi_head_attention(
         raise InputError(
             "dropout_keep", "come with training=True", "dropout_keep and training=False"
         )
-    if dropout_rng is None:
-        context_rng = output_rng = None
-    else:
-        context_rng, output_rng = jax.random.split(dropout_rng)
+    weights_rng = None
+    output_rng = None
+    if dropout_rng is not None:
+        weights_rng, output_rng = jax.random.split(dropout_rng)
     output, attn_weights = attention_layer(
-        FunctionalLayer(weights, spec, kernel, training, dropout_keep, context_rng),
+        FunctionalLayer(weights, spec, kernel, training, dropout_keep, weights_rng),
         query,
         key,
         value,

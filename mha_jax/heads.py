@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from mha_jax.arrays import Array
 from mha_jax.checks import check_count
-from mha_jax.sharding import is_explicit, placed, spec_of
+from mha_jax.sharding import is_explicit, sharding_on_mesh_of, spec_of
 from mha_spec import InputError
 from mha_spec.rules import check_head_groups
 
@@ -24,10 +24,10 @@ def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N 
         raise InputError(
             "the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads
         )
-    return split_checked(x, num_heads)
+    return split_unchecked(x, num_heads)
 
 
-def split_checked(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N T H"]:
+def split_unchecked(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N T H"]:
     """Split the last axis into heads, without checks."""
     return x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads).swapaxes(1, 2)
 
@@ -50,7 +50,7 @@ def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, 
     if num_heads == x.shape[1]:  # avoids a copy
         return x
     if is_explicit(x):
-        placement = placed(x, spec_of(x))
+        placement = sharding_on_mesh_of(x, spec_of(x))
     else:
         placement = None
     # Copies of a head are neighbors; `tile` would put all heads in order, again and again.

@@ -1,7 +1,8 @@
 """Padding: what it contains reaches no real token, forward or backward.
 
 A mask alone does not ensure this. A masked key has the weight 0, but 0 * NaN is NaN, in the
-weighted sum of values and in the gradients of weights. Nothing here reads a value.
+weighted sum of values and in the gradients of weights. Nothing here waits for values
+on an accelerator.
 """
 
 from collections.abc import Callable
@@ -64,8 +65,10 @@ def finite_inputs(
         finite_value = finite_key
     else:
         finite_value = finite_padding(value, is_padding)
-    # Other queries have no padding: the lengths are of keys.
-    return finite_key if query is key else query, finite_key, finite_value
+    # Only in self-attention do queries have padding: the lengths are of keys.
+    if query is key:
+        query = finite_key
+    return query, finite_key, finite_value
 
 
 @compiled()

@@ -53,7 +53,7 @@ def create_attention_mask(
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Array:
-    """Return the mask (T, S) after P cached tokens: query i attends to keys 0..P + i."""
+    """Return the mask (T, S) after P = cache_len tokens: query i attends to keys 0..(P + i)."""
     queries = cache_len + jnp.arange(seq_len_q)[:, None]
     keys = jnp.arange(seq_len_k)[None, :]
     return keys > queries
@@ -89,6 +89,7 @@ def scaled_dot_product_attention(
         dtype = jnp.float32
     scores = query.astype(dtype) @ key.astype(dtype).swapaxes(-2, -1) / math.sqrt(query.shape[-1])
     if mask is not None:
+        # To equal ranks, as in create_attention_mask.
         mask = jnp.broadcast_to(mask, scores.shape)
         # The lowest number, because the softmax of a row of -inf is NaN.
         scores = jnp.where(mask, jnp.finfo(dtype).min, scores)
@@ -176,12 +177,19 @@ class MultiHeadAttention(AttentionLayer):
         q = self.q_proj(query)
         k = self.k_proj(key)
         v = self.v_proj(value)
-        context, weights = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
-        return self.out_proj(context), weights if need_weights else None
+        context, attn_weights = multi_head_attention_core(
+            q, k, v, self.num_heads, mask, self.dropout
+        )
+        output = self.out_proj(context)
+        if need_weights:
+            return output, attn_weights
+        return output, None
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal self-attention with a cache: keys and values (B, N, P, H), at first None."""
+    """Causal self-attention with cached keys and values, (B, N, P, H) each, or None before the
+    first call.
+    """
 
     def __call__(
         self, x: Array, cache_k: Array | None = None, cache_v: Array | None = None
@@ -194,8 +202,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             k = jnp.concatenate([cache_k, k], axis=2)
         if cache_v is not None:
             v = jnp.concatenate([cache_v, v], axis=2)
-        new = x.shape[1]
-        total = k.shape[2]
-        mask = create_causal_mask_with_cache(new, total, total - new)
+        num_new = x.shape[1]
+        num_keys = k.shape[2]
+        mask = create_causal_mask_with_cache(num_new, num_keys, num_keys - num_new)
         context, _ = scaled_dot_product_attention(q, k, v, mask, self.dropout)
         return self.out_proj(combine_heads(context)), k, v

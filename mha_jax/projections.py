@@ -13,7 +13,7 @@ from mha_jax.checks import check_features, check_gate
 from mha_jax.features.latent import expand_latents, project_latents
 from mha_jax.features.rope import apply_rope
 from mha_jax.features.temperature import apply_temperature
-from mha_jax.heads import split_checked
+from mha_jax.heads import split_unchecked
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, InputError
 
@@ -97,7 +97,7 @@ def _to_heads(
         x = _clip(x, spec.clip_qkv)
     if norm is not None and norm.over == "width":
         x = project(norm_name, x)
-    x = split_checked(x, num_heads)
+    x = split_unchecked(x, num_heads)
     if norm is not None and norm.over == "head" and not norm.after_rope:
         x = project(norm_name, x)
     if spec.rope is not None and positions is not None:
@@ -115,7 +115,7 @@ def apply_gate(
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
     """
     check_gate(gate, context)
-    gate = jax.nn.sigmoid(at_least_float32(split_checked(gate, context.shape[1])))
+    gate = jax.nn.sigmoid(at_least_float32(split_unchecked(gate, context.shape[1])))
     return (at_least_float32(context) * gate).astype(context.dtype)
 
 
@@ -144,6 +144,7 @@ def project_output(
             gate_width = spec.context_width
         check_features("gate_proj", gate, gate_width)
         context = apply_gate(context, gate)
+    # As `combine_heads`, without the cost of its call outside of jit.
     output = context.swapaxes(1, 2)
     output = output.reshape(*output.shape[:2], output.shape[2] * output.shape[3])
     if spec.context_norm is not None:

@@ -73,21 +73,21 @@ def head_sharding(query: Array) -> PartitionSpec:
     return PartitionSpec(*spec_of(query)[:3], None)
 
 
-def placed(like: Array, spec: PartitionSpec) -> NamedSharding:
-    """Return the sharding by a partition on the mesh of an array."""
+def sharding_on_mesh_of(like: Array, spec: PartitionSpec) -> NamedSharding:
+    """Return the sharding of a partition on the mesh of an array."""
     return NamedSharding(jax.typeof(like).sharding.mesh, spec)
 
 
 def reshard_like(x: Array, other: Array) -> Array:
     """Shard x, (B, N, T, ·), like another array, to concatenate both along the last axis."""
     if is_explicit(other):
-        return jax.sharding.reshard(x, placed(other, head_sharding(other)))
+        return jax.sharding.reshard(x, sharding_on_mesh_of(other, head_sharding(other)))
     return x
 
 
 def varying(tree: Any, axis: str) -> Any:
-    """Mark arrays as varying over devices; the gradient of an equal one is then summed over
-    them.
+    """Mark arrays as varying over the devices of an axis. If an array is equal on all of them, its
+    gradient is then summed over them.
     """
 
     def vary(x: Array) -> Array:
@@ -113,7 +113,7 @@ def broadcast_like(x: Array, other: Array) -> Array:
     if not is_explicit(other):
         return jnp.broadcast_to(x, shape)
     return lax.broadcast_in_dim(
-        x, shape, (0, 1, 2, 3), out_sharding=placed(other, head_sharding(other))
+        x, shape, (0, 1, 2, 3), out_sharding=sharding_on_mesh_of(other, head_sharding(other))
     )
 
 
@@ -130,7 +130,7 @@ def with_auto_axes(specs: Callable[[Any], Any]) -> Callable[[Function], Function
             like = next(filter(is_explicit, jax.tree.leaves(args)), None)
             if like is None:
                 return function(*args, **keywords)
-            shardings = jax.tree.map(partial(placed, like), specs(args[0]))
+            shardings = jax.tree.map(partial(sharding_on_mesh_of, like), specs(args[0]))
             axes = _mesh_axes(jax.typeof(like).sharding.mesh, AxisType.Explicit)
             return jax.sharding.auto_axes(
                 partial(function, **keywords), axes=axes, out_sharding=shardings
@@ -144,12 +144,16 @@ def with_auto_axes(specs: Callable[[Any], Any]) -> Callable[[Function], Function
 def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | None:
     """Return the mesh dimension that tokens, or cache slots, are divided along, or None.
 
+    Args:
+        axis: the dimension, for queries whose type does not contain their sharding.
+
     Raises:
         ValueError: if the mesh of the queries has no such dimension, tokens do not divide evenly,
             or there are several dimensions.
     """
     mesh = jax.typeof(query).sharding.mesh
     if is_explicit(query):
+        # With a cache the keys are divided: queries are few.
         partition: Any = spec_of(query)[2] if mask.q_offset is None else spec_of(key)[2]
         if isinstance(partition, tuple) and len(partition) == 1:
             axis = partition[0]

@@ -144,14 +144,16 @@ def apply_dropout(
     0 <= rate < 1. `keep` is True for weights to keep; default: a random draw with the key `rng`.
 
     Raises:
-        ValueError: if the rate is out of range, or both `keep` and `rng` are None.
+        ValueError: if the rate lies outside [0, 1), or is above 0 without `keep` and `rng`.
     """
     if keep is None:
         if not rate:
             return attn_weights
         if rng is None:
+            # With the names of the functions that pass the rate and the key.
             raise InputError("dropout", "come with a random key", dropout=rate, dropout_rng=None)
         keep = jax.random.bernoulli(rng, 1.0 - rate, attn_weights.shape)
+    # Not `to_scores_rank`: layers also drop their outputs, (B, T, E).
     keep = keep.reshape((1,) * (attn_weights.ndim - keep.ndim) + keep.shape)
     return jnp.where(keep, attn_weights / (1.0 - rate), 0.0)
 

@@ -12,12 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mha_jax.arrays import Array, at_least_float32, lies_on_mesh
 from mha_jax.checks import check_projected
 from mha_jax.features.norms import apply_norm
-from mha_jax.sharding import is_explicit, placed, spec_of
+from mha_jax.sharding import is_explicit, sharding_on_mesh_of, spec_of
 from mha_spec import AttentionSpec
 
 Project = Callable[[str, Array], Array]
-"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`,
-`gate_proj`) to an input, or a norm (`q_norm`, `k_norm`, `v_norm`) to projected features.
+"""Applies a projection or a norm by its name in `AttentionSpec.projections` or
+`AttentionSpec.norms`, such as `q_proj` or `k_norm`, to its input.
 """
 
 
@@ -68,6 +68,8 @@ def _placed(x: Array, kernel: Array) -> tuple[Array, NamedSharding | None]:
         return kernel, None
     (*of_tokens, features), (rows, columns) = spec_of(x), spec_of(kernel)
     if rows is not None and rows != features:  # divided to save memory, not work
-        kernel = jax.sharding.reshard(kernel, placed(kernel, PartitionSpec(None, columns)))
-    is_taken = columns in of_tokens
-    return kernel, placed(x, PartitionSpec(*of_tokens, None if is_taken else columns))
+        gathered = sharding_on_mesh_of(kernel, PartitionSpec(None, columns))
+        kernel = jax.sharding.reshard(kernel, gathered)
+    if columns in of_tokens:
+        columns = None
+    return kernel, sharding_on_mesh_of(x, PartitionSpec(*of_tokens, columns))

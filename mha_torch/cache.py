@@ -6,7 +6,6 @@ Hv value_head_dim, E d_model.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import add
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -46,7 +45,8 @@ class Cache:
     def is_written_over(self) -> bool:
         """True if a step has returned a cache with the same storage, and more tokens in it.
 
-        Lengths that were written in place since then come from a user with one cache for all steps.
+        If the lengths have been written in place since then, the user fills one cache in all steps,
+        which is allowed.
         """
         if self._written_over_at is None:
             return False
@@ -78,8 +78,8 @@ class Cache:
         return kind(*slots, lengths)
 
     def copy(self) -> Self:
-        """Return a cache of the same tokens with its own storage, as for going back to them after
-        other steps.
+        """Return a cache of the same tokens with its own storage, for example to return to them
+        after other steps.
         """
         check_not_written_over(self)
         return self.with_slots((x.clone() for x in self.slots.values()), self.lengths.clone())
@@ -104,7 +104,7 @@ class Cache:
         return self.with_slots(slots, self.lengths.index_select(0, indices))
 
     def repeat(self, repeats: int) -> Self:
-        """Return a cache with each sequence `repeats` times in a row, as for beam search.
+        """Return a cache with each sequence `repeats` times in a row, for example for beam search.
 
         Args:
             repeats: number of copies, at least 1.
@@ -270,7 +270,7 @@ def append_to_cache(
             not fit is left unchanged instead.)
     """
     lengths = check_appended(cache, key, value, new_lengths)
-    after = append_checked(cache, (key, value), new_lengths, lengths)
+    after = append_unchecked(cache, (key, value), new_lengths, lengths)
     mark_written_over(cache, after)
     return after
 
@@ -294,20 +294,20 @@ def _version_of(lengths: Tensor) -> int:
     return lengths._version
 
 
-def append_checked(
+def append_unchecked(
     cache: CacheT,
     new: tuple[Tensor, ...],
     new_lengths: Tensor | Sequence[int] | None,
     lengths: list[int] | None,
 ) -> CacheT:
     """Append new tokens to each tensor of slots, without checks; `lengths` if all are known."""
-    (batch_size, _, seq_len, _), device = new[0].shape, new[0].device
+    batch_size, _, seq_len, _ = new[0].shape
+    device = new[0].device
     if seq_len == 0:
         return cache
-    if new_lengths is None:
-        added = seq_len
-    else:
-        added = new_lengths = as_lengths(new_lengths, device).to(cache.lengths.dtype)
+    if new_lengths is not None:
+        new_lengths = as_lengths(new_lengths, device).to(cache.lengths.dtype)
+    added = seq_len if new_lengths is None else new_lengths
     # In a compiled graph, which cannot trace `is_transformed`, lengths are unknown.
     is_compiling = lengths is None and torch.compiler.is_compiling()
     # `torch.func` does not allow writing in place, and fake tensors have no storage.
@@ -316,6 +316,7 @@ def append_checked(
     if lengths is None:
         return _append_unknown(cache, new, added)
     written = [_writable(x) for x in cache.slots.values()]
+    # Equal lengths are one slice, which is faster than indices.
     if lengths and new_lengths is None and min(lengths) == max(lengths):
         stop = lengths[0] + seq_len
         for x, y in zip(written, new, strict=True):
@@ -344,7 +345,8 @@ def _append_unknown(cache: CacheT, new: tuple[Tensor, ...], added: Tensor | int)
     added = torch.where(has_room(cache, new[0].shape[2], added), added, 0).to(cache.lengths.dtype)
     token = torch.arange(num_written, device=device)
     is_new = (token < added[:, None])[:, :, None, None]  # (B, T, 1, 1)
-    # Tokens that are not appended write back what other slots contain: all slots differ.
+    # Writing one slot twice is undefined. The indices wrap around, so that all differ; tokens that
+    # are not appended write back what their slots contain.
     rows = torch.arange(new[0].shape[0], device=device)[:, None]
     slots = (cache.lengths[:, None] + token) % cache.capacity
     written = [_writable(x) for x in cache.slots.values()]
@@ -374,7 +376,7 @@ def _append_transformed(cache: CacheT, new: tuple[Tensor, ...], added: Tensor | 
 
 def has_room(cache: Cache, seq_len: int, added: Tensor | int) -> Tensor:
     """Return whether each sequence has free slots for its new tokens, of at most T, (B,)."""
-    # Negative if the layer that shares its cache has not appended the new tokens.
+    # With `shared_kv` lengths are negative if the other layer has not appended the new tokens.
     fits = (cache.lengths >= 0) & (cache.lengths + added <= cache.capacity)
     if isinstance(added, int):
         return fits
@@ -502,6 +504,7 @@ def check_cache(
     capacity = cache_k.shape[2]
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         expected = (batch_size, num_kv_heads, capacity, new.shape[3])
+        # The usual case needs one comparison: checks must not slow a decoding step.
         if x.shape == expected and x.dtype == key.dtype and x.device == key.device:
             continue
         if x.shape != expected:
@@ -563,7 +566,8 @@ def check_room(
         added = check_lengths("new_lengths", new_lengths, batch_size, seq_len)
     if lengths is None or added is None:
         return None
-    if max(map(add, lengths, added), default=0) > capacity:
-        rule = f"not exceed the {capacity} slots of the cache"
-        raise InputError("lengths + new tokens", rule, lengths=lengths, new_lengths=added)
+    for length, new in zip(lengths, added, strict=True):
+        if length + new > capacity:
+            rule = f"not exceed the {capacity} slots of the cache"
+            raise InputError("lengths + new tokens", rule, lengths=lengths, new_lengths=added)
     return lengths

@@ -19,7 +19,7 @@ from mha_torch.cache import (
     Cache,
     CacheT,
     KVCache,
-    append_checked,
+    append_unchecked,
     check_cache,
     check_cached_input,
     check_room,
@@ -103,7 +103,10 @@ def cached_layer(
     positions: Tensor | None,
     kv_b: Tensor | None = None,
 ) -> tuple[Tensor, CacheT]:
-    """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
+    """Append new tokens to a cache of either type and attend.
+
+    With `kv_b`, the weight of kv_b_proj, in the absorbed form.
+    """
     spec = layer.spec
     check_kernel(layer.kernel)
     check_cached_input(x, cache, spec)
@@ -135,7 +138,7 @@ def cached_layer(
             positions = torch.where(is_padding, positions[..., :1], positions)
     q, new = _project_new_tokens(layer.project, x, before, spec, positions)
     if not spec.shared_kv:
-        cache = append_checked(before, new, new_lengths, lengths)
+        cache = append_unchecked(before, new, new_lengths, lengths)
     slots, full_mask = _slots_in_reach(mask, spec, before, lengths, seq_len)
     q, k, v, scores_spec = _keys_and_values(q, cache, slots, spec, layer.project, kv_b)
     if scores_spec is not spec:
@@ -312,7 +315,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             TypeError: if x is not floating point, dtypes differ, the mask is not boolean or the
                 lengths are not integers.
             ValueError: if the shapes do not fit, devices differ, or the new tokens are known to
-                exceed the capacity.
+                exceed the capacity. (If lengths are unknown, as in a compiled graph, the output of
+                a sequence that does not fit is NaN, and it keeps its old tokens.)
         """
         check_is_cache(cache, KVCache)
         output, cache = cached_layer(

@@ -52,6 +52,7 @@ def check_array(name: str, x: object) -> None:
 
 def check_floating(name: str, x: Tensor, rank: int) -> None:
     """Reject an array of the wrong rank, or one that is not floating point."""
+    # The usual case needs one comparison: checks must not slow a decoding step.
     if isinstance(x, Tensor) and x.ndim == rank and x.is_floating_point():
         return
     check_array(name, x)
@@ -251,6 +252,7 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
 
     For a distributed weight, its engine decides the part, dtype and device when it is used.
     """
+    # The usual case needs one comparison: checks must not slow a decoding step.
     has_width = x.shape[-1] == weight.shape[1]
     fits = has_width and x.dtype == weight.dtype and x.device == weight.device
     if fits or is_distributed(weight):
@@ -323,8 +325,9 @@ def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Reject split heads whose dtypes do not fit each other."""
+    """Reject split heads whose dtypes or devices do not fit each other."""
     for name, x in (("key", key), ("value", value)):
+        # The usual case needs one comparison: checks must not slow a decoding step.
         if x.dtype != query.dtype or x.device != query.device:
             check_same_dtype(name, x, query)
             check_device(name, x, query.device, "query")

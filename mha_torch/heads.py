@@ -22,10 +22,10 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
         raise InputError(
             "the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads
         )
-    return split_checked(x, num_heads)
+    return split_unchecked(x, num_heads)
 
 
-def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
+def split_unchecked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
     """Split the last axis into heads, without checks."""
     batch_size, seq_len, width = x.shape
     return x.view(batch_size, seq_len, num_heads, width // num_heads).transpose(1, 2)

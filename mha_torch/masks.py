@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -53,13 +54,23 @@ def create_attention_mask(
     batch_size = None
     full_mask = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
     if full_mask.segments is not None:
-        # 0 if the ids, which are unchecked, have no axes: `_check_segments` then rejects them.
-        shape = next((getattr(ids, "shape", ()) for ids in full_mask.segments), ())
-        batch_size = next(iter(shape), 0)
+        batch_size = _batch_size_of(full_mask.segments)
         _check_segments(full_mask.segments, batch_size, seq_len_q, seq_len_k)
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, batch_size, seq_len_k)
     return full_mask.implicit_bool(seq_len_q, seq_len_k, device)
+
+
+def _batch_size_of(segments: tuple[Any, ...]) -> int:
+    """Return the batch size of ids, which are unchecked; 0 for anything without axes, which
+    `_check_segments` then rejects.
+    """
+    if not segments:
+        return 0
+    shape = getattr(segments[0], "shape", ())
+    if not shape:
+        return 0
+    return shape[0]
 
 
 @dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
@@ -194,8 +205,8 @@ class Mask:
             lengths = None
         else:
             lengths = as_lengths(self.key_padding_lengths, device)
-        start = device if lengths is None else lengths.device
-        positions = _positions(seq_len_q, start)[None]  # (B or 1, T)
+            device = lengths.device
+        positions = _positions(seq_len_q, device)[None]  # (B or 1, T)
         if self.q_offset is not None:
             positions = self.q_offset.to(positions)[:, None] + positions
         first = torch.zeros_like(positions)

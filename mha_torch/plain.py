@@ -46,6 +46,8 @@ def create_attention_mask(
 ) -> Tensor:
     """Return the mask (B or 1, 1, T, S) that hides later keys, padding, or both."""
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    if device is None and isinstance(key_padding_lengths, Tensor):
+        device = key_padding_lengths.device
     mask = torch.zeros(1, 1, seq_len_q, seq_len_k, dtype=torch.bool, device=device)
     if is_causal:
         mask = mask | create_causal_mask(seq_len_q, seq_len_k, device=device)
@@ -57,7 +59,7 @@ def create_attention_mask(
 def create_causal_mask_with_cache(
     seq_len_q: int, seq_len_k: int, cache_len: int, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """Return the mask (T, S) after P cached tokens: query i attends to keys 0..P + i."""
+    """Return the mask (T, S) after P = cache_len tokens: query i attends to keys 0..(P + i)."""
     queries = cache_len + torch.arange(seq_len_q, device=device)[:, None]
     keys = torch.arange(seq_len_k, device=device)[None, :]
     return keys > queries
@@ -179,12 +181,19 @@ class MultiHeadAttention(AttentionLayer):
         q = self.q_proj(query)
         k = self.k_proj(key)
         v = self.v_proj(value)
-        context, weights = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
-        return self.out_proj(context), weights if need_weights else None
+        context, attn_weights = multi_head_attention_core(
+            q, k, v, self.num_heads, mask, self.dropout
+        )
+        output = self.out_proj(context)
+        if need_weights:
+            return output, attn_weights
+        return output, None
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal self-attention with a cache: keys and values (B, N, P, H), at first None."""
+    """Causal self-attention with cached keys and values, (B, N, P, H) each, or None before the
+    first call.
+    """
 
     def forward(
         self, x: Tensor, cache_k: Tensor | None = None, cache_v: Tensor | None = None
@@ -197,8 +206,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             k = torch.cat([cache_k, k], dim=2)
         if cache_v is not None:
             v = torch.cat([cache_v, v], dim=2)
-        new = x.shape[1]
-        total = k.shape[2]
-        mask = create_causal_mask_with_cache(new, total, total - new, device=x.device)
+        num_new = x.shape[1]
+        num_keys = k.shape[2]
+        mask = create_causal_mask_with_cache(num_new, num_keys, num_keys - num_new, device=x.device)
         context, _ = scaled_dot_product_attention(q, k, v, mask, self.dropout)
         return self.out_proj(combine_heads(context)), k, v

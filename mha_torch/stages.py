@@ -138,6 +138,9 @@ def apply_dropout(
     """Drop each attention weight with probability `rate`, and divide the others by 1 - rate.
 
     0 <= rate < 1. `keep` is True for weights to keep; default: a random draw.
+
+    Raises:
+        ValueError: if the rate lies outside [0, 1).
     """
     if keep is None:
         if rate:
@@ -207,13 +210,15 @@ def scaled_dot_product_attention(
         # Where tokens are divided, the kernel finds the padding of the local ones.
         find = getattr(kernel, "find_padding", find_padding)
         full_mask, key, value = zero_heads_in_padding(full_mask, key, value, find)
-    check = getattr(kernel, "check", None)
-    if check is not None:
-        check(query, key, value, full_mask, scores)
     if kernel is not None:
+        check = getattr(kernel, "check", None)  # a kernel for divided tokens has one
+        if check is not None:
+            check(query, key, value, full_mask, scores)
         return kernel(query, key, value, full_mask, scores), None
     context, attn_weights = attend(query, key, value, full_mask, scores)
-    return context, attn_weights if need_weights else None
+    if need_weights:
+        return context, attn_weights
+    return context, None
 
 
 def attend(

@@ -12,8 +12,8 @@ from mha_torch.checks import check_projected
 from mha_torch.features.norms import apply_norm
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`,
-`gate_proj`) to an input, or a norm (`q_norm`, `k_norm`, `v_norm`) to projected features.
+"""Applies a projection or a norm by its name in `AttentionSpec.projections` or
+`AttentionSpec.norms`, such as `q_proj` or `k_norm`, to its input.
 """
 
 

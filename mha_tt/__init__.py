@@ -52,7 +52,7 @@ from mha_tt.functional import multi_head_attention
 from mha_tt.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_tt.kernels import Kernel, fused
 from mha_tt.kernels.nonfinite import contained
-from mha_tt.layout import head_slots, padded_head_dim
+from mha_tt.layout import feature_indices, padded_head_dim
 from mha_tt.mask_arrays import (
     create_causal_mask,
     create_causal_mask_with_cache,
@@ -113,8 +113,8 @@ __all__ = [
     "download_weights",
     "expand_latents",
     "fast_config",
+    "feature_indices",
     "fused",
-    "head_slots",
     "init_cache",
     "init_latent_cache",
     "kv_cache_nbytes",

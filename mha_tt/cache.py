@@ -79,8 +79,8 @@ class Cache:
         return kind(*slots, lengths, self.capacity)
 
     def copy(self) -> Self:
-        """Return a cache of the same tokens with its own storage, as for going back to them after
-        other steps.
+        """Return a cache of the same tokens with its own storage, for example to return to them
+        after other steps.
         """
         check_not_written_over(self)
         return self.with_slots((ttnn.clone(x) for x in self.slots.values()), self.lengths.copy())
@@ -105,7 +105,7 @@ class Cache:
         return self.with_slots(slots, self.lengths[indices])
 
     def repeat(self, repeats: int) -> Self:
-        """Return a cache with each sequence `repeats` times in a row, as for beam search.
+        """Return a cache with each sequence `repeats` times in a row, for example for beam search.
 
         Args:
             repeats: number of copies, at least 1.
@@ -272,11 +272,11 @@ def append_to_cache(
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then
-            unchanged.
+        ValueError: if shapes do not fit, the tokens exceed the capacity, or there are more
+            sequences than cores; the cache is then unchanged.
     """
     check_appended(cache, key, value, new_lengths)
-    after = append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
+    after = append_unchecked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
     mark_written_over(cache, after)
     return after
 
@@ -293,26 +293,23 @@ def mark_written_over(before: Cache, after: Cache) -> None:
         object.__setattr__(before, "is_written_over", True)
 
 
-def append_checked(cache: CacheT, new: tuple[Tensor, ...], added: np.ndarray) -> CacheT:
+def append_unchecked(cache: CacheT, new: tuple[Tensor, ...], added: np.ndarray) -> CacheT:
     """Append new tokens to each tensor of slots, without checks."""
-    # The device writes whole tiles or pages, or single rows: rows up to the next tile, for all
-    # sequences at once, …
+    # The device writes a single row of all sequences at once, or whole blocks (tiles or pages) of
+    # one sequence. Rows fill the block that each sequence has begun; blocks take the rest.
     if cache.pages is None:
-        whole = TILE
+        block_len = TILE
     else:
-        whole = next(iter(cache.slots.values())).shape[2]
+        block_len = next(iter(cache.slots.values())).shape[2]
+    num_rows = added
     if new[0].shape[2] > 1:
-        single = np.minimum(added, -cache.lengths % whole)
-    else:
-        single = added
-    for token in range(single.max(initial=0)):
-        slots = np.where(token < single, cache.lengths + token, -1)
-        write_rows(
-            cache, [ttnn.permute(x[:, :, token : token + 1], (2, 0, 1, 3)) for x in new], slots
-        )
-    # … and then tiles or pages, one sequence at a time.
-    for sequence in np.flatnonzero(added > single).tolist():
-        first = int(single[sequence])
+        free_in_block = -cache.lengths % block_len
+        num_rows = np.minimum(added, free_in_block)
+    for token in range(num_rows.max(initial=0)):
+        rows = [ttnn.permute(x[:, :, token : token + 1], (2, 0, 1, 3)) for x in new]
+        write_rows(cache, rows, np.where(token < num_rows, cache.lengths + token, -1))
+    for sequence in np.flatnonzero(added > num_rows).tolist():
+        first = int(num_rows[sequence])
         last = int(added[sequence])
         for slots, x in zip(cache.slots.values(), new, strict=True):
             tokens = x[sequence : sequence + 1, :, first:last]
@@ -377,9 +374,9 @@ def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray | Tensor) 
             f"{batch_size} sequences",
         )
     if isinstance(slots, Tensor):
-        where = slots
+        slot_indices = slots
     else:
-        where = upload_integers(slots, device=device)
+        slot_indices = upload_integers(slots, device=device)
     for stored, rows in zip(cache.slots.values(), new, strict=True):
         if rows.dtype == ttnn.bfloat8_b:
             rows = as_dtype(rows, ttnn.bfloat16)
@@ -387,7 +384,7 @@ def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray | Tensor) 
             sharded = one_core_each(batch_size, round_up(rows.shape[2]), rows.shape[3], device)
             rows = ttnn.to_memory_config(rows, sharded)
         ttnn.experimental.paged_update_cache(
-            stored, rows, update_idxs_tensor=where, page_table=cache.page_table
+            stored, rows, update_idxs_tensor=slot_indices, page_table=cache.page_table
         )
 
 

@@ -22,7 +22,7 @@ from mha_tt.cache import (
     Cache,
     CacheT,
     KVCache,
-    append_checked,
+    append_unchecked,
     check_cache_holds,
     check_cached_input,
     check_room,
@@ -95,67 +95,60 @@ def cached_layer(
     *,
     new_lengths: np.ndarray | Sequence[int] | None,
     positions: np.ndarray | None,
-    kv_b: Callable[[], HeadWeights] | None = None,
+    get_kv_b: Callable[[], HeadWeights] | None = None,
 ) -> tuple[Tensor, CacheT]:
-    """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form.
+    """Append new tokens to a cache of either type and attend.
 
-    `kv_b` returns the weights of the absorbed form. It is called after all checks.
+    With `get_kv_b`, in the absorbed form: it returns the weight of kv_b_proj by head, and is called
+    after all checks.
     """
     spec = layer.spec
     scores = layer.scores(bias)
     before = _check_call(layer, x, cache, mask, scores, new_lengths, positions)
     batch_size, seq_len, _ = x.shape
-    # Ignored ones must not rule out the step kernel.
+    if 0 in (batch_size, seq_len):
+        return _output_without_tokens(layer, x), cache
+    if get_kv_b is not None:
+        scores = replace(scores, spec=spec.absorbed)
+    # Positions that the layer ignores must not rule out the step kernel.
     if not spec.has_positions:
         positions = None
-    if kv_b is not None:
-        scores = replace(scores, spec=spec.absorbed)
     full_mask = Mask(mask, is_causal=True, span=spec.span)
+    is_step = seq_len == 1
     are_all_real = new_lengths is None or (np.asarray(new_lengths) == seq_len).all()
-    is_plain_step = (
-        seq_len == 1
-        and batch_size
-        and are_all_real
-        and positions is None
-        and spec.temperature is None
-    )
+    is_plain_step = is_step and are_all_real and positions is None and spec.temperature is None
     if is_plain_step and not spec.shared_kv:  # the kernel of a step appends
         kernel = _kernel_of_step(layer, x, cache, full_mask, scores)
         if kernel is not None:
-            return decode_step(layer, kernel, x, cache, scores, None if kv_b is None else kv_b())
-    if 0 in (batch_size, seq_len):
-        output = zeros((batch_size, seq_len, padded_width("out_proj", spec)), x.dtype, x.device())
-        if spec.out_proj:
-            output = layer.project("out_proj", output)
-        return output, cache
-    positions = before.lengths[:, None] + np.arange(seq_len) if positions is None else positions
+            return decode_step(layer, kernel, x, cache, scores, get_kv_b)
+    if positions is None:
+        positions = before.lengths[:, None] + np.arange(seq_len)
     is_real = None
     if not are_all_real:
-        x, positions, is_real = _empty_padding(x, positions, np.asarray(new_lengths))
-    is_step = seq_len == 1
+        x, positions, is_real = _without_padding(x, positions, np.asarray(new_lengths))
     if is_step:  # one token per sequence: tokens of all sequences share tiles
         x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
         positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(
             -1, -2
         )
     rotation = rotation_of(positions, spec, device=x.device(), side_by_side=is_step)
-    q, new = project_new_tokens(
-        layer.project, x, before, spec, positions if rotation is None else rotation
-    )
-    heads = None
-    if kv_b is not None:
-        heads = kv_b()
+    if rotation is None:
+        q, new = project_new_tokens(layer.project, x, before, spec, positions)
+    else:
+        q, new = project_new_tokens(layer.project, x, before, spec, rotation)
     config = layer.compute_kernel_config
-    if heads is not None:
-        q = absorb_keys(q, heads, spec, compute_kernel_config=config)
+    head_weights = None
+    if get_kv_b is not None:
+        head_weights = get_kv_b()
+        q = absorb_keys(q, head_weights, spec, compute_kernel_config=config)
     if is_step:
         attend = _attend_in_step
     else:
         attend = _attend_in_prefill
     context, after = attend(layer, q, new, before, new_lengths, full_mask, scores)
-    if heads is not None:
+    if head_weights is not None:
         context = context[:, :, :, : padded_features("kv_a_norm", spec)]
-        context = absorb_values(context, heads, spec, compute_kernel_config=config)
+        context = absorb_values(context, head_weights, spec, compute_kernel_config=config)
     output = project_output(layer.project, context, x, spec)
     if is_step:
         output = ttnn.reshape(output, (batch_size, 1, output.shape[2]))
@@ -167,6 +160,16 @@ def cached_layer(
     if spec.shared_kv:
         return output, cache
     return output, after
+
+
+def _output_without_tokens(layer: AttentionLayer | FunctionalLayer, x: Tensor) -> Tensor:
+    """Return the output for x, (B, T, d_in), if B or T is 0."""
+    batch_size, seq_len, _ = x.shape
+    shape = (batch_size, seq_len, padded_width("out_proj", layer.spec))
+    output = zeros(shape, x.dtype, x.device())
+    if layer.spec.out_proj:
+        return layer.project("out_proj", output)
+    return output
 
 
 def _check_call(
@@ -200,14 +203,15 @@ def _check_call(
     return before
 
 
-def _empty_padding(
+def _without_padding(
     x: Tensor, positions: np.ndarray, new_lengths: np.ndarray
 ) -> tuple[Tensor, np.ndarray, Tensor]:
-    """Return tokens and positions with the ones of padding replaced, and 1 for each real token, (B,
-    T, 1).
+    """Return tokens with 0, and positions with the first position, in padding; and 1 for each real
+    token, (B, T, 1).
     """
     is_padding = padding_after(new_lengths, x.shape[1])
-    positions = np.where(is_padding, positions[..., :1], positions)  # padding adds no length
+    # Frequencies may depend on the last position: padding must not move it.
+    positions = np.where(is_padding, positions[..., :1], positions)
     is_real = upload(~is_padding[:, :, None], device=x.device(), dtype=x.dtype)
     x = ttnn.where(is_real, x, 0.0)  # NaN in padding would reach real tokens as 0 * NaN
     return x, positions, is_real
@@ -241,7 +245,7 @@ def _attend_in_step(
     # before it is set to 0.
     last_positions = np.minimum(before, cache.capacity - 1)
     slots = tuple(cache.slots.values())
-    context = fused.attend_to_checked(
+    context = fused.attend_to_cache_unchecked(
         ttnn.transpose(q, 1, 2),
         slots[0],
         slots[-1],
@@ -269,12 +273,12 @@ def _kernel_of_step(
     """
     first, *values = cache.slots.values()
     if values:
-        are_alike = values[0].shape[3] == first.shape[3]
+        have_one_width = values[0].shape[3] == first.shape[3]
     else:
-        are_alike = not _are_expanded(scores)
+        have_one_width = not _are_expanded(scores)
     has_mask = mask.mask is not None or mask.span is not None or scores.bias is not None
     is_supported = (
-        are_alike
+        have_one_width
         and not has_mask
         and fused.step_supports(first.shape[3])
         and fused.supports(x, scores)
@@ -306,7 +310,7 @@ def _attend_in_prefill(
     before = cache.lengths
     seq_len = q.shape[2]
     if new:
-        cache = append_checked(cache, new, num_added(cache, seq_len, new_lengths))
+        cache = append_unchecked(cache, new, num_added(cache, seq_len, new_lengths))
     # Padding beyond the capacity has no column in the mask.
     if not new or before.any() or seq_len > cache.capacity:
         return _attend_to_slots(layer, q, cache, before, mask, scores), cache
@@ -430,8 +434,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T,
                 capacity). The output of a fully masked row is 0. A mask or a bias rules out the
                 step kernel; all heads of the filled slots are then read.
-            bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key; on the
-                device it is not read.
+            bias: added to the scores; broadcasts to (B, N, T, capacity). In a NumPy array -inf
+                masks a key; a tensor on the device is not read: its -inf counts as -5e8.
             positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T),
                 on the host; default: `cache.lengths` and up.
 

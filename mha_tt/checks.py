@@ -28,7 +28,7 @@ from mha_spec.rules import (
 )
 from mha_spec.score_weights import without_sinks
 from mha_tt.layout import (
-    TAKEN,
+    PADDED_INPUTS,
     has_heads,
     norm_parameter_shape,
     padded_features,
@@ -168,8 +168,8 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
             d_out = sum(padded_width(f"{part}_proj", spec) for part in "qkv")
         elif has_heads(name, spec):
             d_out = padded_width(name, spec)
-        if name in TAKEN:
-            d_in = padded_width(TAKEN[name], spec)
+        if name in PADDED_INPUTS:
+            d_in = padded_width(PADDED_INPUTS[name], spec)
         shapes[f"{name}.weight"] = (d_in, d_out)
         if projection.has_bias:
             shapes[f"{name}.bias"] = (1, d_out)
@@ -205,7 +205,7 @@ def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_finite(weights: Mapping[str, np.ndarray]) -> None:
-    """Reject weights with NaN or infinity, if their values are known."""
+    """Reject weights with NaN or infinity."""
     with np.errstate(over="ignore"):  # values beyond float32 become infinite
         wrong = [
             name
@@ -322,11 +322,14 @@ def check_features(name: str, x: Tensor, width: int) -> None:
 
 
 def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
-    """Reject heads whose pairs are not half a head apart."""
+    """Reject unpadded heads whose pairs are not half a head apart, and heads with the wrong padding
+    for RoPE.
+    """
     if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
         raise InputError(
             "head_dim",
-            "be passed for pairs other than (i, i + H/2), with heads as `head_slots` orders them",
+            "be passed for pairs other than (i, i + H/2), with heads as `feature_indices` orders "
+            "them",
             head_dim=None,
             rope=rope,
         )

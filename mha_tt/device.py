@@ -84,7 +84,7 @@ def _opening(what: str) -> Iterator[None]:
     where = describe_target()
     if target() is None:
         raise RuntimeError(
-            f"a device must be there to be opened, found {where}; ttnn_mock.board() needs none"
+            f"a device must be present to be opened, found {where}; ttnn_mock.board() needs none"
         )
     try:
         yield
@@ -296,8 +296,8 @@ def upload_parts(
         Tensor of the shape of one array.
     """
     parts = [np.array(array, dtype=np.float32, order="C") for array in arrays]
-    places = np.indices(tuple(device.shape))[axis].ravel().tolist()
-    by_chip = [parts[place] for place in places]
+    indices_on_axis = np.indices(tuple(device.shape))[axis].ravel().tolist()
+    by_chip = [parts[index] for index in indices_on_axis]
     hosts = [ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT) for array in by_chip]
     return _sent(ttnn.from_host_shards(hosts, device.shape), device, by_chip)
 

@@ -16,9 +16,10 @@ from mha_tt.device import zeros
 from mha_tt.layout import TILE, TILE_NBYTES, round_up
 
 MOST_ROW_NBYTES = 2**19
-"""Bytes of a row of tiles, all heads of 32 tokens, that ttnn's `concatenate_heads` can hold. It
-reads one row while it writes another: of a core's memory, 1464 KiB or more, 1 MiB. The rest is for
-programs and for tensors in L1. 64 heads of 128 in float32 are twice as many bytes.
+"""Most bytes of a row of tiles (all heads of 32 tokens) for ttnn's `concatenate_heads`.
+
+It holds two rows at once: 1 MiB of a core's 1464 KiB or more; the rest is for programs and for
+tensors in L1. 64 heads of 128 features in float32 have twice as many bytes.
 """
 
 
@@ -35,10 +36,10 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
         raise InputError(
             "the width", "be a multiple of num_heads", width=width, num_heads=num_heads
         )
-    return split_checked(x, num_heads)
+    return split_unchecked(x, num_heads)
 
 
-def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
+def split_unchecked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
     """Split the last axis into heads, without checks."""
     batch_size, seq_len, width = x.shape
     if 0 in (batch_size, seq_len):  # most operations reject empty tensors
@@ -58,10 +59,10 @@ def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "
 def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     """Concatenate heads: the inverse of `split_heads`."""
     check_tiles("x", x)
-    return combine_checked(x)
+    return combine_unchecked(x)
 
 
-def combine_checked(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
+def combine_unchecked(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     """Concatenate heads, without checks."""
     batch_size, num_heads, seq_len, head_dim = x.shape
     if 0 in (batch_size, seq_len):

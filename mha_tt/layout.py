@@ -19,7 +19,7 @@ TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
 exponent.
 """
 
-TAKEN = {"out_proj": "out_proj", "kv_b_proj": "kv_a_norm"}
+PADDED_INPUTS = {"out_proj": "out_proj", "kv_b_proj": "kv_a_norm"}
 """Projections with padded input, and the name whose features this input has."""
 
 
@@ -42,7 +42,7 @@ def padded_head_dim(head_dim: int, *, rope: bool = False) -> int:
     return round_up(head_dim)
 
 
-def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
+def feature_indices(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
     """Return the indices of the features of a head within the padded head, (H,); the others are
     zeros.
 
@@ -61,17 +61,16 @@ def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
     first, second = rope.pair_features(head_dim)
     unrotated = np.delete(np.arange(head_dim), rope.rotated_features(head_dim))
     left, right = np.array_split(unrotated, 2)
-    slots = np.empty(head_dim, np.int64)
-    slots[np.concatenate([first, left])] = np.arange(len(first) + len(left))
-    slots[np.concatenate([second, right])] = padded_head_dim(head_dim, rope=True) // 2 + np.arange(
-        len(second) + len(right)
-    )
-    return slots
+    second_half = padded_head_dim(head_dim, rope=True) // 2
+    indices = np.empty(head_dim, np.int64)
+    indices[np.concatenate([first, left])] = np.arange(len(first) + len(left))
+    indices[np.concatenate([second, right])] = second_half + np.arange(len(second) + len(right))
+    return indices
 
 
-def slots_of(part: str, spec: AttentionSpec) -> np.ndarray:
+def feature_indices_of(part: str, spec: AttentionSpec) -> np.ndarray:
     """Return the indices of the features of a head in a projection or norm of that name: see
-    `head_slots`.
+    `feature_indices`.
 
     Values and the context have the layout of queries and keys if they have equally many features,
     and their own otherwise. With latents a head consists of blocks, each of whole tiles, and a
@@ -80,14 +79,15 @@ def slots_of(part: str, spec: AttentionSpec) -> np.ndarray:
     blocks = _blocks(part, spec)
     begins = np.cumsum([0, *(block.padded for block in blocks[:-1])])
     return np.concatenate(
-        [begin + block.slots for begin, block in zip(begins, blocks, strict=True)]
+        [begin + block.indices for begin, block in zip(begins, blocks, strict=True)]
     )
 
 
-def slots_in(part: str, width: int, spec: AttentionSpec) -> np.ndarray:
+def feature_indices_in(part: str, width: int, spec: AttentionSpec) -> np.ndarray:
     """Return the indices of features in one padded head, or in several concatenated ones."""
     padded = padded_features(part, spec)
-    return (padded * np.arange(width // padded)[:, None] + slots_of(part, spec)).reshape(-1)
+    begins = padded * np.arange(width // padded)[:, None]
+    return (begins + feature_indices_of(part, spec)).reshape(-1)
 
 
 @cache
@@ -113,7 +113,7 @@ def padded_width(part: str, spec: AttentionSpec) -> int:
 class _Block(NamedTuple):
     """Features of a head that are padded together: their indices in the block, and its width."""
 
-    slots: np.ndarray
+    indices: np.ndarray
     padded: int
 
 
@@ -134,7 +134,8 @@ def _blocks(part: str, spec: AttentionSpec) -> list[_Block]:
     # Equally wide without RoPE, so that the width of cached vectors depends on kv_rank and rope_dim
     # only.
     shared = _Block(
-        head_slots(latent.rope_dim, rope=spec.rope), padded_head_dim(latent.rope_dim, rope=True)
+        feature_indices(latent.rope_dim, rope=spec.rope),
+        padded_head_dim(latent.rope_dim, rope=True),
     )
     blocks = {
         "kv_a_proj": [compressed, shared],
@@ -147,7 +148,9 @@ def _blocks(part: str, spec: AttentionSpec) -> list[_Block]:
 
 
 def _block(features: int, rope: Rope | None = None) -> _Block:
-    return _Block(head_slots(features, rope=rope), padded_head_dim(features, rope=rope is not None))
+    return _Block(
+        feature_indices(features, rope=rope), padded_head_dim(features, rope=rope is not None)
+    )
 
 
 def has_heads(projection: str, spec: AttentionSpec) -> bool:
@@ -158,16 +161,17 @@ def has_heads(projection: str, spec: AttentionSpec) -> bool:
 
 def pad_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
     """Pad heads with zeros: (heads * H, …) -> (heads * P, …)."""
-    slots = slots_of(part, spec)
-    heads = rows.reshape(-1, len(slots), *rows.shape[1:])
+    indices = feature_indices_of(part, spec)
+    heads = rows.reshape(-1, len(indices), *rows.shape[1:])
     padded = np.zeros((len(heads), padded_features(part, spec), *rows.shape[1:]), rows.dtype)
-    padded[:, slots] = heads
+    padded[:, indices] = heads
     return padded.reshape(-1, *rows.shape[1:])
 
 
 def real_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
     """Invert `pad_heads`: (heads * P, …) -> (heads * H, …)."""
-    heads = rows.reshape(-1, padded_features(part, spec), *rows.shape[1:])[:, slots_of(part, spec)]
+    padded = rows.reshape(-1, padded_features(part, spec), *rows.shape[1:])
+    heads = padded[:, feature_indices_of(part, spec)]
     return heads.reshape(-1, *rows.shape[1:])
 
 
@@ -177,9 +181,8 @@ def parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
     shape = spec.parameters[name]
     if name in spec.score_shapes:
         return score_weight_shape(name, shape, padded_features("q_proj", spec))
-    return norm_parameter_shape(
-        (*shape[:-1], shape[-1] // len(slots_of(part, spec)) * padded_features(part, spec))
-    )
+    num_heads = shape[-1] // len(feature_indices_of(part, spec))
+    return norm_parameter_shape((*shape[:-1], num_heads * padded_features(part, spec)))
 
 
 def score_weight_shape(name: str, shape: tuple[int, ...], num_features: int) -> tuple[int, ...]:

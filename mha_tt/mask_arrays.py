@@ -112,10 +112,10 @@ def create_sliding_window_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     check_count("window_size", window_size)
-    # From query to key. Each row contains a part of these: a matrix of distances would need 8 bytes
-    # for each entry of the mask.
-    distance = np.arange(1 - seq_len_q, seq_len_k)
-    is_hidden = (distance > 0) | (distance <= -window_size)
+    # Each row contains a part of these: a matrix of them would need 8 bytes for each entry of the
+    # mask.
+    key_minus_query = np.arange(1 - seq_len_q, seq_len_k)
+    is_hidden = (key_minus_query > 0) | (key_minus_query <= -window_size)
     return np.ascontiguousarray(
         np.lib.stride_tricks.sliding_window_view(is_hidden, seq_len_k)[::-1]
     )

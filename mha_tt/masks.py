@@ -22,7 +22,9 @@ from mha_tt.device import upload
 from mha_tt.mask_arrays import create_sliding_window_mask
 
 MASKED = -1e9
-"""Stand-in for minus infinity on the device: kernels return NaN for a block that is all -inf."""
+"""Stand-in for minus infinity on the device, where kernels return NaN for a block that is all -inf.
+It is far below any score, and a score or a bias can be added to it without overflow.
+"""
 
 
 def create_attention_mask(
@@ -67,13 +69,23 @@ def create_attention_mask(
     batch_size = None
     full_mask = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
     if full_mask.segments is not None:
-        # 0 if the ids, which are unchecked, have no axes: `_check_segments` then rejects them.
-        shape = next((getattr(ids, "shape", ()) for ids in full_mask.segments), ())
-        batch_size = next(iter(shape), 0)
+        batch_size = _batch_size_of(full_mask.segments)
         _check_segments(full_mask.segments, batch_size, seq_len_q, seq_len_k)
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, batch_size, seq_len_k)
     return full_mask.implicit_bool(seq_len_q, seq_len_k)
+
+
+def _batch_size_of(segments: tuple[Any, ...]) -> int:
+    """Return the batch size of ids, which are unchecked; 0 for anything without axes, which
+    `_check_segments` then rejects.
+    """
+    if not segments:
+        return 0
+    shape = getattr(segments[0], "shape", ())
+    if not shape:
+        return 0
+    return shape[0]
 
 
 class DeviceMask:
@@ -98,6 +110,7 @@ class DeviceMask:
             TypeError: if the mask is not boolean.
             ValueError: if the mask has more than 4 axes.
         """
+        # Only the number of axes: any shape broadcasts to itself.
         check_broadcasts("mask", mask.shape, mask.shape)
         self.mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         self.device = device
@@ -110,14 +123,16 @@ class DeviceMask:
 
     @cached_property
     def hidden(self) -> Tensor:
-        """1 for masked keys, else 0, in float32. Fully masked rows mask no key here; `keep` sets
-        them to 0.
+        """1 for masked keys, else 0, in float32. Fully masked rows mask no key here;
+        `rows_with_keys` sets them to 0.
         """
         return upload(self.mask & ~self._empty_rows, device=self.device, dtype=ttnn.float32)
 
     @cached_property
-    def keep(self) -> Tensor | None:
-        """0 in fully masked rows, else 1, (…, T, 1); None without such rows."""
+    def rows_with_keys(self) -> Tensor | None:
+        """1 for rows with a visible key, 0 for fully masked rows, (…, T, 1); None if all rows have
+        a key.
+        """
         if not self._empty_rows.any():
             return None
         return upload(~self._empty_rows, device=self.device, dtype=ttnn.bfloat16)
@@ -304,20 +319,30 @@ class Mask:
         """Return the mask for a device, including all other fields; None if nothing is hidden."""
         if self.has_only("mask", "q_offset"):
             return on_device(self.mask, device)
-        window_size, chunk_size = self.span or (None, None)
-        if (
-            seq_len_q == seq_len_k
-            and chunk_size is None
-            and self.has_only("mask", "is_causal", "span")
-        ):
-            if self.is_causal and self.mask is None:
-                mask = CausalMask(seq_len_q, device=device)
-            else:
-                mask = self.mask
-            if isinstance(mask, CausalMask) and mask.seq_len == seq_len_q:
-                return mask.narrowed_to(window_size)
+        causal_mask = self._causal_mask(seq_len_q, seq_len_k, device)
+        if causal_mask is not None:
+            return causal_mask
         hidden = self.implicit_bool(seq_len_q, seq_len_k)
-        return on_device(hidden if self.mask is None else hidden | on_host(self.mask), device)
+        if self.mask is not None:
+            hidden = hidden | on_host(self.mask)
+        return on_device(hidden, device)
+
+    def _causal_mask(
+        self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice
+    ) -> CausalMask | None:
+        """Return the mask as a `CausalMask`, for which the fused kernel needs no tensor; None if it
+        is not one.
+        """
+        window_size, chunk_size = self.span or (None, None)
+        if seq_len_q != seq_len_k or chunk_size is not None:
+            return None
+        if not self.has_only("mask", "is_causal", "span"):
+            return None
+        if self.is_causal and self.mask is None:
+            return CausalMask(seq_len_q, window_size, device=device)
+        if isinstance(self.mask, CausalMask) and self.mask.seq_len == seq_len_q:
+            return self.mask.narrowed_to(window_size)
+        return None
 
     def implicit_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[np.ndarray, "#B 1 T S"]:
         """Return the boolean mask of causality, padding, span and segments, even of zero tokens."""
@@ -364,12 +389,18 @@ def block_of(
     """Return the block of some queries and keys of an array that broadcasts to the scores."""
     if x is None:
         return None
-    sizes = tuple(x.shape)[-2:]
-    parts = zip((rows, keys)[2 - len(sizes) :], sizes, strict=True)
-    index = [part if size > 1 else slice(None) for part, size in parts]
-    if all(range(size)[part] == range(size) for part, size in zip(index, sizes, strict=True)):
+    *_, num_rows, num_keys = (1, 1, *tuple(x.shape))
+    has_all_rows = num_rows == 1 or range(num_rows)[rows] == range(num_rows)
+    has_all_keys = num_keys == 1 or range(num_keys)[keys] == range(num_keys)
+    if has_all_rows and has_all_keys:
         return x  # unchanged, so that masks uploaded for many calls are not uploaded again
-    return (on_host(x) if isinstance(x, DeviceMask) else x)[(..., *index)]
+    if isinstance(x, DeviceMask):
+        x = x.mask
+    if has_all_rows:
+        return x[..., keys]
+    if has_all_keys:
+        return x[..., rows, :]
+    return x[..., rows, keys]
 
 
 def on_host(mask: np.ndarray | DeviceMask) -> np.ndarray:
@@ -392,9 +423,9 @@ def zero_masked_rows(
     x: Float[Tensor, "B N T ..."], mask: DeviceMask | None
 ) -> Float[Tensor, "B N T ..."]:
     """Return x with 0 in fully masked rows."""
-    if mask is None or mask.keep is None:
+    if mask is None or mask.rows_with_keys is None:
         return x
-    return ttnn.where(as_dtype(mask.keep, x.dtype), x, 0.0)
+    return ttnn.where(as_dtype(mask.rows_with_keys, x.dtype), x, 0.0)
 
 
 def _check_segments(

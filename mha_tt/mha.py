@@ -146,7 +146,7 @@ class AttentionLayer:
         spec: local specification of each chip: the layer, or some of its heads after
             `parallel.shard`.
         full_spec: the layer.
-        heads: mesh dimension that heads are divided over, or None.
+        heads_axis: mesh dimension that heads are divided over, or None.
         kernel: computes the context, unless need_weights is set; can be replaced, which also
             affects steps.
         prepared: tensors shared by the steps of the layer.
@@ -182,7 +182,7 @@ class AttentionLayer:
             hint = "np.random.default_rng(0)"
             raise InputTypeError("rng", "be a NumPy generator", type(rng).__name__, hint=hint)
         self.spec = self.full_spec = spec
-        self.heads: int | None = None
+        self.heads_axis: int | None = None
         self.device = device
         self.dtype = dtype
         self.weight_dtype = dtype if weight_dtype is None else weight_dtype
@@ -223,7 +223,11 @@ class AttentionLayer:
                 is then changed.
         """
         self.weights = upload_weights(
-            weights, self.full_spec, device=self.device, dtype=self.weight_dtype, heads=self.heads
+            weights,
+            self.full_spec,
+            device=self.device,
+            dtype=self.weight_dtype,
+            heads_axis=self.heads_axis,
         )
 
     def train(self, mode: bool = True) -> AttentionLayer:
@@ -254,11 +258,11 @@ class AttentionLayer:
             self.weights, self.spec, compute_kernel_config=self.compute_kernel_config
         )
         output = project(name, x)
-        if name == "out_proj" and self.heads is not None:
+        if name == "out_proj" and self.heads_axis is not None:
             # Imported only if heads are divided.
             from mha_tt.parallel.local import all_reduce
 
-            output = all_reduce(output, self.heads)
+            output = all_reduce(output, self.heads_axis)
         return output
 
     def scores(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Scores:
@@ -298,17 +302,17 @@ class AttentionLayer:
         return mask, self._rotation
 
     def check_input(self, name: str, x: Tensor) -> None:
-        """Reject an input of a wrong rank or dtype, and random dropout that ttnn does not
-        support.
+        """Reject an input that is not in tiles on the device or has the wrong dtype, and random
+        dropout that ttnn does not support.
         """
         check_tiles(name, x)
         check_input_dtype(name, x, self.dtype)
-        if self._drops and self.heads is not None:
+        if self._drops and self.heads_axis is not None:
             raise InputError(
                 "the module",
-                "not drop at random where its heads are divided (eval() switches that off), "
-                "since what each chip would drop is not known",
-                heads=self.heads,
+                "have no dropout in training if its heads are divided (eval() switches it off): "
+                "what each chip would drop is unknown",
+                heads_axis=self.heads_axis,
             )
         if self._drops and self.dtype != ttnn.bfloat16:
             raise InputTypeError(

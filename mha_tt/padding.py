@@ -63,8 +63,10 @@ def finite_inputs(
         finite_value = finite_key
     else:
         finite_value = finite_padding(value, is_padding)
-    # Other queries have no padding: the lengths are of keys.
-    return finite_key if query is key else query, finite_key, finite_value
+    # Only in self-attention do queries have padding: the lengths are of keys.
+    if query is key:
+        query = finite_key
+    return query, finite_key, finite_value
 
 
 def zero_padding(

@@ -54,7 +54,7 @@ def create_attention_mask(
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> np.ndarray:
-    """Return the mask (T, S) after P cached tokens: query i attends to keys 0..P + i."""
+    """Return the mask (T, S) after P = cache_len tokens: query i attends to keys 0..(P + i)."""
     queries = cache_len + np.arange(seq_len_q)[:, None]
     keys = np.arange(seq_len_k)[None, :]
     return keys > queries
@@ -63,7 +63,7 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
 # ---- The device ----------------------------------------------------------------------------------
 
 MASKED = -1e9
-"""Score of a masked key: the softmax of a row of -inf is NaN."""
+"""Score of a masked key, far below any other. Not -inf: the softmax of a row of -inf is NaN."""
 
 
 def upload(array: np.ndarray, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> Tensor:
@@ -121,14 +121,14 @@ def scaled_dot_product_attention(
     options: Any = {"dtype": ttnn.float32, "compute_kernel_config": config}
     scores = ttnn.matmul(query, key, transpose_b=True, **options)
     scores = ttnn.multiply(scores, 1 / math.sqrt(query.shape[-1]))
-    hidden = None
+    device_mask = None
     if mask is not None:
-        hidden = upload(np.broadcast_to(mask, tuple(scores.shape)), device, ttnn.float32)
-        scores = ttnn.where(hidden, MASKED, scores)
+        device_mask = upload(np.broadcast_to(mask, tuple(scores.shape)), device, ttnn.float32)
+        scores = ttnn.where(device_mask, MASKED, scores)
     attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
-    if hidden is not None:
+    if device_mask is not None:
         # The softmax of a row without a visible key is uniform: that row becomes 0.
-        attn_weights = ttnn.where(hidden, 0.0, attn_weights)
+        attn_weights = ttnn.where(device_mask, 0.0, attn_weights)
     attn_weights = ttnn.typecast(attn_weights, query.dtype)
     if dropout is None:
         dropped = attn_weights
@@ -158,7 +158,7 @@ def multi_head_attention_core(
 
 
 class Linear:
-    """Linear map of tokens, (B, T, in) to (B, T, out), at first with random weights."""
+    """Linear map of tokens, (B, T, in) to (B, T, out); random weights until others are loaded."""
 
     def __init__(
         self,
@@ -172,7 +172,8 @@ class Linear:
     ) -> None:
         self.device = device
         self.dtype = dtype
-        limit = 1 / math.sqrt(d_in)  # as in torch.nn.Linear
+        # As the weight of torch.nn.Linear; the bias is 0 here.
+        limit = 1 / math.sqrt(d_in)
         self.load(rng.uniform(-limit, limit, (d_out, d_in)), np.zeros(d_out) if bias else None)
 
     def load(self, weight: np.ndarray, bias: np.ndarray | None) -> None:
@@ -278,12 +279,19 @@ class MultiHeadAttention(AttentionLayer):
         q = self.q_proj(query)
         k = self.k_proj(key)
         v = self.v_proj(value)
-        context, weights = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
-        return self.out_proj(context), weights if need_weights else None
+        context, attn_weights = multi_head_attention_core(
+            q, k, v, self.num_heads, mask, self.dropout
+        )
+        output = self.out_proj(context)
+        if need_weights:
+            return output, attn_weights
+        return output, None
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal self-attention with a cache: keys and values (B, N, P, H), at first None."""
+    """Causal self-attention with cached keys and values, (B, N, P, H) each, or None before the
+    first call.
+    """
 
     def __call__(
         self, x: Tensor, cache_k: Tensor | None = None, cache_v: Tensor | None = None
@@ -296,8 +304,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             k = ttnn.concat([cache_k, k], dim=2)
         if cache_v is not None:
             v = ttnn.concat([cache_v, v], dim=2)
-        new = x.shape[1]
-        total = k.shape[2]
-        mask = create_causal_mask_with_cache(new, total, total - new)
+        num_new = x.shape[1]
+        num_keys = k.shape[2]
+        mask = create_causal_mask_with_cache(num_new, num_keys, num_keys - num_new)
         context, _ = scaled_dot_product_attention(q, k, v, mask, self.dropout)
         return self.out_proj(combine_heads(context)), k, v

@@ -18,7 +18,7 @@ from mha_tt.device import zeros
 from mha_tt.features.latent import expand_latents, project_latents
 from mha_tt.features.rope import Rotation, positions_and_rotation
 from mha_tt.features.temperature import apply_temperature
-from mha_tt.heads import combine_checked, split_checked, split_heads
+from mha_tt.heads import combine_unchecked, split_heads, split_unchecked
 from mha_tt.layout import TILE, padded_features, padded_width
 from mha_tt.weights import Project
 
@@ -51,6 +51,7 @@ def project_qkv(
         return q, k, v
     positions, rotation = positions_and_rotation(query, positions, spec)
     q, k, v = _project_inputs(project, query, key, value, spec)
+    # Operations follow the order of recorded programs, which a different order cannot replay.
     q = _to_heads(project, "q_norm", q, spec.num_heads, spec, rotation)
     if not spec.shared_kv:
         k = _to_heads(project, "k_norm", k, spec.num_kv_heads, spec, rotation)
@@ -100,7 +101,7 @@ def _to_heads(
     if norm is not None and norm.over == "width":
         x = project(norm_name, x)
     if len(x.shape) == 3:
-        x = split_checked(x, num_heads)
+        x = split_unchecked(x, num_heads)
     if norm is not None and norm.over == "head" and not norm.after_rope:
         x = project(norm_name, x)
     if rotation is not None:
@@ -120,7 +121,7 @@ def apply_gate(
     check_gate(gate, context)
     if 0 in tuple(context.shape):
         return context
-    gate = ttnn.sigmoid_accurate(at_least_float32(split_heads(gate, context.shape[1])))
+    gate = ttnn.sigmoid_accurate(at_least_float32(split_unchecked(gate, context.shape[1])))
     return as_dtype(ttnn.multiply(at_least_float32(context), gate), context.dtype)
 
 
@@ -149,7 +150,7 @@ def project_output(
             gate_width = padded_width("gate_proj", spec)
         check_features("gate_proj", gate, gate_width)
         context = apply_gate(context, gate)
-    output = combine_checked(context)
+    output = combine_unchecked(context)
     if spec.context_norm is not None:
         output = project("context_norm", output)
     if spec.out_proj:

@@ -17,12 +17,10 @@ from mha_spec.rules import as_rate, check_broadcasts
 from mha_tt.arrays import as_dtype
 from mha_tt.checks import check_bias, check_score_weights
 from mha_tt.device import upload
-from mha_tt.masks import block_of
+from mha_tt.masks import MASKED, block_of
 
-LOWEST_BIAS = -5e8
-"""Lower bound of biases, so that keys with a bias of finfo.min still weigh more than masked
-ones.
-"""
+LOWEST_BIAS = MASKED / 2
+"""Lower bound of biases: a key with a bias of finfo.min must still weigh more than a masked key."""
 
 
 @dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
@@ -32,8 +30,8 @@ class Scores:
     Attributes:
         spec: layer whose scale, soft cap, biases and products by distance apply; or `BareHeads` for
             heads without a layer.
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is
-            not read.
+        bias: added to the scores; broadcasts to (B, N, T, S). In a NumPy array -inf masks a key; a
+            tensor on the device is not read: its -inf counts as `LOWEST_BIAS`.
         learned: weights of the layer that change scores, by name: `sinks` (1, N, 1, 1), one logit
             without a value per head; `relative_bias` (1, N, 1, num_buckets); `relative_keys` and
             `relative_queries`, vectors of distances for queries and for keys, (1, 1, num_buckets,

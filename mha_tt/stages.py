@@ -62,7 +62,7 @@ def attention_scores(
     """
     rules = BareHeads(query.shape[3]) if spec is None else spec
     learned = {} if learned is None else learned
-    key = repeat_kv_heads(key, query.shape[1])  # a product of matrices broadcasts no batch axis
+    key = repeat_kv_heads(key, query.shape[1])  # ttnn.matmul broadcasts no batch axis
     config = compute_kernel_config or accurate_config(query.device())
     scores = ttnn.matmul(
         query,
@@ -71,11 +71,11 @@ def attention_scores(
         dtype=ttnn.float32,
         compute_kernel_config=config,
     )
+    # Scaled after the product, in float32: a scaled query in bfloat16 would be rounded.
     scores = ttnn.multiply(scores, rules.score_scale)
     if rules.soft_cap is not None:
-        scores = ttnn.multiply(
-            ttnn.tanh(ttnn.multiply(scores, 1.0 / rules.soft_cap)), rules.soft_cap
-        )
+        scores = ttnn.tanh(ttnn.multiply(scores, 1.0 / rules.soft_cap))
+        scores = ttnn.multiply(scores, rules.soft_cap)
     seq_lens = (scores.shape[2], scores.shape[3])
     device = query.device()
     if rules.alibi_slopes is not None:
@@ -111,7 +111,8 @@ def masked_softmax(
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
-    scores, mask = at_least_float32(scores), on_device(mask, scores.device())
+    scores = at_least_float32(scores)
+    mask = on_device(mask, scores.device())
     if mask is not None:
         scores = ttnn.where(mask.hidden, MASKED, scores)
     config = compute_kernel_config or accurate_config(scores.device())
@@ -126,9 +127,10 @@ def masked_softmax(
     attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
     if mask is None:
         return attn_weights
-    # If all visible scores are -inf, or as low as `MASKED`, masked keys would get weights.
-    lowest = ttnn.le(ttnn.max(scores, dim=-1, keepdim=True), MASKED)
-    return zero_masked_rows(nan_where(attn_weights, lowest), mask)
+    # A row whose visible scores are all -inf, or as low as `MASKED`, would give weights to masked
+    # keys: it becomes NaN.
+    has_no_score = ttnn.le(ttnn.max(scores, dim=-1, keepdim=True), MASKED)
+    return zero_masked_rows(nan_where(attn_weights, has_no_score), mask)
 
 
 def attention_context(
@@ -170,6 +172,7 @@ def apply_dropout(
 
     Raises:
         TypeError: if a draw is needed and the weights are not bfloat16.
+        ValueError: if the rate lies outside [0, 1).
     """
     if keep is None:
         return drop("attn_weights", attn_weights, rate, seed)
@@ -235,8 +238,8 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or need_weights or a different arithmetic accompanies
-            a kernel.
+        ValueError: if the shapes do not fit, or a kernel comes with need_weights or a
+            compute_kernel_config.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
@@ -245,12 +248,12 @@ def scaled_dot_product_attention(
         if need_weights:
             rule = "be False with a kernel, which stores no weights"
             raise InputError("need_weights", rule, need_weights=True)
-    if kernel is not None and compute_kernel_config is not None:
-        raise InputError(
-            "compute_kernel_config",
-            "be None with a kernel, which has its own arithmetic",
-            "a configuration",
-        )
+        if compute_kernel_config is not None:
+            raise InputError(
+                "compute_kernel_config",
+                "be None with a kernel, which has its own arithmetic",
+                "a configuration",
+            )
     check_heads(query, key, value)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_scored(query, key, rules)
@@ -265,7 +268,9 @@ def scaled_dot_product_attention(
     if kernel is not None:
         return kernel(query, key, value, full_mask, scores), None
     context, attn_weights = attend(query, key, value, full_mask, scores, compute_kernel_config)
-    return context, attn_weights if need_weights else None
+    if need_weights:
+        return context, attn_weights
+    return context, None
 
 
 def attend(

@@ -15,19 +15,19 @@ from mha_tt.checks import check_dtype, check_finite, check_projected, check_weig
 from mha_tt.device import accurate_config, download, download_parts, upload, upload_parts
 from mha_tt.features.norms import apply_norm
 from mha_tt.layout import (
-    TAKEN,
+    PADDED_INPUTS,
+    feature_indices_in,
     has_heads,
     pad_heads,
     padded_width,
     parameter_shape,
     real_heads,
-    slots_in,
     weight_dtype,
 )
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`,
-`gate_proj`) to an input, or a norm (`q_norm`, `k_norm`, `v_norm`) to projected features.
+"""Applies a projection or a norm by its name in `AttentionSpec.projections` or
+`AttentionSpec.norms`, such as `q_proj` or `k_norm`, to its input.
 """
 
 
@@ -37,7 +37,7 @@ def upload_weights(
     *,
     device: ttnn.MeshDevice,
     dtype: ttnn.DataType = ttnn.bfloat16,
-    heads: int | None = None,
+    heads_axis: int | None = None,
 ) -> dict[str, Tensor]:
     """Upload the weights of a layer to a device, in the layout of its matrix products.
 
@@ -56,8 +56,8 @@ def upload_weights(
         device: destination.
         dtype: dtype of the weights; with `ttnn.bfloat8_b` biases and parameters of norms are
             bfloat16.
-        heads: mesh dimension that heads are divided over, see `mha_tt.parallel.shard`; default:
-            replicated.
+        heads_axis: mesh dimension that heads are divided over, see `mha_tt.parallel.shard`;
+            default: replicated.
 
     Returns:
         Tensors by name. With P the padded head_dim: `q_proj.weight` (d_in, N * P), `q_proj.bias`
@@ -76,7 +76,7 @@ def upload_weights(
     if shapes != spec.weight_shapes:
         raise InputError("weights", f"have the names and shapes {spec.weight_shapes}", str(shapes))
     check_finite(weights)
-    if heads is None:
+    if heads_axis is None:
         return {
             name: upload(array, device=device, dtype=weight_dtype(name, dtype, spec))
             for name, array in _arranged(weights, spec).items()
@@ -84,13 +84,13 @@ def upload_weights(
     # Imported only if heads are divided.
     from mha_tt.parallel.local import local_spec, local_weights
 
-    size = device.shape[heads]
+    size = device.shape[heads_axis]
     chip_spec = local_spec(spec, size)
     parts = [_arranged(local_weights(weights, spec, size, chip), chip_spec) for chip in range(size)]
     return {
         name: upload_parts(
             [part[name] for part in parts],
-            axis=heads,
+            axis=heads_axis,
             device=device,
             dtype=weight_dtype(name, dtype, spec),
         )
@@ -110,8 +110,8 @@ def _arranged(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[st
             array = pad_heads(array.reshape(-1), part, spec).reshape(parameter_shape(name, spec))
         elif has_heads(part, spec):
             array = pad_heads(array, part, spec)
-        if part in TAKEN and kind == "weight":
-            array = pad_heads(array.T, TAKEN[part], spec).T
+        if part in PADDED_INPUTS and kind == "weight":
+            array = pad_heads(array.T, PADDED_INPUTS[part], spec).T
         arrays[name] = array
     for kind in ("weight", "bias"):
         if spec.fused_qkv and f"q_proj.{kind}" in arrays:
@@ -128,29 +128,29 @@ def _arranged(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[st
 
 
 def download_weights(
-    weights: Mapping[str, Tensor], spec: AttentionSpec, *, heads: int | None = None
+    weights: Mapping[str, Tensor], spec: AttentionSpec, *, heads_axis: int | None = None
 ) -> dict[str, np.ndarray]:
     """Return canonical arrays in float32 from the tensors of `upload_weights`.
 
     Args:
         weights: tensors by name.
         spec: the layer.
-        heads: as in `upload_weights`.
+        heads_axis: as in `upload_weights`.
 
     Raises:
         ValueError: if names or shapes do not fit the layer.
     """
-    if heads is None:
+    if heads_axis is None:
         check_weights(weights, spec)
         return _canonical({name: download(tensor) for name, tensor in weights.items()}, spec)
     # Imported only if heads are divided.
     from mha_tt.parallel.local import lines_of, local_spec, whole_weights
 
     mesh = next(iter(weights.values())).device().shape
-    chip_spec = local_spec(spec, mesh[heads])
+    chip_spec = local_spec(spec, mesh[heads_axis])
     check_weights(weights, chip_spec)
     arrays = {name: download_parts(tensor) for name, tensor in weights.items()}
-    line = lines_of(tuple(mesh), heads)[0]
+    line = lines_of(tuple(mesh), heads_axis)[0]
     parts = [
         _canonical({name: chips[chip] for name, chips in arrays.items()}, chip_spec)
         for chip in line
@@ -183,8 +183,8 @@ def _canonical(arranged: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[
             array = real_heads(array.reshape(-1), part, spec)
         elif has_heads(part, spec):
             array = real_heads(array, part, spec)
-        if part in TAKEN and kind == "weight":
-            array = real_heads(array.T, TAKEN[part], spec).T
+        if part in PADDED_INPUTS and kind == "weight":
+            array = real_heads(array.T, PADDED_INPUTS[part], spec).T
         canonical[name] = np.ascontiguousarray(array.reshape(shape))
     return canonical
 
@@ -224,7 +224,7 @@ def project_with(
                 spec.norms[name],
                 weights.get(f"{name}.weight"),
                 weights.get(f"{name}.bias"),
-                slots=slots_in(name, x.shape[-1], spec),
+                feature_indices=feature_indices_in(name, x.shape[-1], spec),
                 compute_kernel_config=compute_kernel_config,
             )
         weight = weights[f"{name}.weight"]

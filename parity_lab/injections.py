@@ -575,7 +575,7 @@ INJECTIONS: dict[str, Injection] = {
     "temperature-ignored": breaking(apply_temperature=_first_input),
     "shared-kv-rotated-again": breaking(project_qkv=_rotated_again),
     "kv-heads-tiled": breaking(repeat_kv_heads=_heads_tiled),
-    "heads-not-moved": breaking(split_checked=_split_without_moving),
+    "heads-not-moved": breaking(split_unchecked=_split_without_moving),
     "mask-flipped": _of_masked(_flipped),
     "mask-ignored": _of_masked(_unmasked),
     "mask-added": _of_masked(_added),
@@ -606,7 +606,7 @@ INJECTIONS: dict[str, Injection] = {
     "residual-added": breaking(project_with=_with_residual),
     "out-proj-missing": breaking(project_with=_without_out_proj),
     "cache-keys-as-values": breaking(append_to_cache=_keys_as_values),
-    "cache-scale-missing": breaking(append_checked=_appended_without_scales),
+    "cache-scale-missing": breaking(append_unchecked=_appended_without_scales),
     "grad-stopped-at-k": breaking(project_qkv=_keys_stopped),
     "grad-group-not-summed": breaking(repeat_kv_heads=_first_of_group),
     "grad-scale-missing": breaking(attention_scores=_gradients_unscaled),
@@ -653,7 +653,7 @@ def plan_of(bug: str | Injection, problem: Problem, backend: str) -> Plan:
     plan = Plan(problem, port.SIBLING, xp, port, dict(problem.weights), {})
     if problem.case.cache_quantization is not None:
         # No implementation has a quantized cache, so the self-test adds one.
-        plan.functions["append_checked"] = _appended_quantized
+        plan.functions["append_unchecked"] = _appended_quantized
     if isinstance(bug, str) and bug:
         bug = INJECTIONS[bug_to_inject(bug, problem.case).name]
     if callable(bug):

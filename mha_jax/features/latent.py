@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from mha_jax.arrays import Array, at_least_float32
-from mha_jax.cache import Cache, append_checked, check_cache, check_room, num_added
+from mha_jax.cache import Cache, append_unchecked, check_cache, check_room, num_added
 from mha_jax.checks import check_count, check_features, check_is_cache, check_latents
 from mha_jax.features.rope import apply_rope
 from mha_jax.features.temperature import apply_temperature
@@ -239,7 +239,7 @@ def append_to_latent_cache(
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)
     check_room(cache, latents.shape[2], new_lengths)
-    return append_checked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
+    return append_unchecked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
 
 
 def check_latent_cache(cache: LatentCache, latents: Array) -> None:

@@ -53,7 +53,9 @@ def multi_head_latent_attention(
     x, bias, weights = cast((x, bias, weights), dtype)
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
-    absorb = spec.absorbs(x.shape[1], cache.capacity) if absorb is None else absorb
+    if absorb is None:
+        # All slots would be expanded: under jit it is unknown which are filled.
+        absorb = spec.absorbs(x.shape[1], cache.capacity)
     return cached_layer(
         FunctionalLayer(weights, spec, kernel),
         x,
@@ -129,6 +131,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         check_is_cache(cache, LatentCache)
         x, bias = cast((x, bias), self.dtype)
+        # All slots would be expanded: under jit it is unknown which are filled.
         if self.spec.absorbs(x.shape[1], cache.capacity):
             kv_b = self._kv_b()
         else:

@@ -99,16 +99,17 @@ class FusedAttention(BlockSizes):
         """
         batch_size, num_heads, seq_len_q, _ = query.shape
         _, num_kv_heads, seq_len_k, _ = key.shape
-        if platform != "cpu":  # the scores of one query are fewer than the elements of its keys
-            return (
-                seq_len_q == 1 or batch_size * num_heads * seq_len_q * seq_len_k <= self.most_scores
-            )
-        # Keys after the last query, as in a cache.
-        skips = mask.is_causal and seq_len_k > max(seq_len_q, self.keys)
-        return (
-            not skips
-            and num_heads // num_kv_heads * seq_len_q * min(seq_len_k, self.keys) <= self.few_scores
-        )
+        if platform != "cpu":
+            # The scores of one query are fewer than the elements of its keys.
+            if seq_len_q == 1:
+                return True
+            return batch_size * num_heads * seq_len_q * seq_len_k <= self.most_scores
+        # Blocks would skip the keys after the last query, as in a cache.
+        has_later_keys = mask.is_causal and seq_len_k > max(seq_len_q, self.keys)
+        if has_later_keys:
+            return False
+        group_size = num_heads // num_kv_heads
+        return group_size * seq_len_q * min(seq_len_k, self.keys) <= self.few_scores
 
     def _step(
         self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str

@@ -132,10 +132,10 @@ def _native_mask(
     if span is not None:
         # cuDNN supports windows only with causality, without lengths, and not with more queries
         # than keys.
-        is_refused = takes_cudnn and (
+        is_unsupported = takes_cudnn and (
             not mask.is_causal or lengths is not None or seq_len_q > seq_len_k
         )
-        if span.window_size is None or is_refused:
+        if span.window_size is None or is_unsupported:
             return None
         before = span.window_size - 1
         options["local_window_size"] = (before, 0 if mask.is_causal else before)

@@ -33,7 +33,7 @@ from mha_jax.sharding import (
     head_sharding,
     is_explicit,
     is_manual,
-    placed,
+    sharding_on_mesh_of,
     spec_of,
     token_axis,
     varying,
@@ -255,7 +255,7 @@ class _Heads(NamedTuple):
             spec = (free, free, self.axis, free, None, None)
         else:
             spec = (free, free, None, free, self.axis, None)
-        return lax.with_sharding_constraint(x, placed(x, PartitionSpec(*spec)))
+        return lax.with_sharding_constraint(x, sharding_on_mesh_of(x, PartitionSpec(*spec)))
 
 
 def _share_heads(
@@ -270,13 +270,18 @@ def _share_heads(
     """Exchange tokens for heads in the user's `shard_map`, whose dimensions are all manual."""
     mask, scores = varying((mask, scores), heads.axis)
 
-    def of_scores(x: Array | None) -> Array | None:
-        if x is not None and x.shape[1] == heads.num_heads and x.shape[2] == query.shape[2] > 1:
+    def local_part(x: Array | None) -> Array | None:
+        """Return the part of a mask or bias for all tokens and local heads."""
+        if x is None:
+            return None
+        has_rows = x.shape[2] == query.shape[2] > 1
+        if has_rows and x.shape[1] == heads.num_heads:
             return heads.exchange(x)
-        is_by_rows = x is not None and x.shape[2] == query.shape[2] > 1
-        return heads.local(lax.all_gather(x, heads.axis, axis=2, tiled=True) if is_by_rows else x)
+        if has_rows:
+            x = lax.all_gather(x, heads.axis, axis=2, tiled=True)
+        return heads.local(x)
 
-    mask, scores = _with_changed(mask, scores, of_scores)
+    mask, scores = _with_changed(mask, scores, local_part)
     scores = heads.local_scores(scores)
     q, k, v = (heads.exchange(x) for x in (query, key, value))
     return heads.exchange_back(kernel(q, k, v, mask, scores))

@@ -14,7 +14,7 @@ from torch import Tensor
 from mha_spec import AttentionSpec, InputTypeError, Latent
 from mha_spec.attention import check_latent
 from mha_torch.arrays import at_least_float32
-from mha_torch.cache import Cache, append_checked, check_cache, check_room, mark_written_over
+from mha_torch.cache import Cache, append_unchecked, check_cache, check_room, mark_written_over
 from mha_torch.checks import (
     check_count,
     check_features,
@@ -245,12 +245,13 @@ def append_to_latent_cache(
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
         ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then
-            unchanged.
+            unchanged. (If lengths are unknown, as in a compiled graph, a sequence whose tokens do
+            not fit is left unchanged instead.)
     """
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)
     lengths = check_room(cache, latents.shape[2], new_lengths)
-    after = append_checked(cache, (latents,), new_lengths, lengths)
+    after = append_unchecked(cache, (latents,), new_lengths, lengths)
     mark_written_over(cache, after)
     return after
 

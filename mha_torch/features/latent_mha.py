@@ -125,7 +125,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         Results, errors and other arguments are as in `MultiHeadAttentionWithCache`.
         """
         check_is_cache(cache, LatentCache)
-        if self.full_spec.absorbs(x.shape[1]):
+        if self.spec.absorbs(x.shape[1]):
             kv_b = self._kv_b()
         else:
             kv_b = None

@@ -50,13 +50,15 @@ def apply_rope(
     """
     wide = at_least_float32(x)
     head_dim = int(x.shape[3])
-    if not isinstance(positions, Rotation):
+    if isinstance(positions, Rotation):
+        rotation = positions
+    else:
         check_rope(rope)
         check_positions(positions, x.shape[0], x.shape[2], rope)
-        positions = rotation_of(positions, rope, head_dim, x.dtype)
+        rotation = rotation_of(positions, rope, head_dim, x.dtype)
     rotated = rope.rotated_features(head_dim)
-    cos = positions.cos
-    sin = positions.sin
+    cos = rotation.cos
+    sin = rotation.sin
     first, second = _split_pairs(wide[..., rotated], rope)
     pairs = _join_pairs(first * cos - second * sin, second * cos + first * sin, rope)
     if rope.rotary_dim is not None:

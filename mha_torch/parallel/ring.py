@@ -180,7 +180,7 @@ class _Ring:
             return [range(rank * seq_len, (rank + 1) * seq_len)]
         half = seq_len // 2
         last = 2 * self.tokens.num_parts - 1
-        return [range(place * half, (place + 1) * half) for place in (rank, last - rank)]
+        return [range(index * half, (index + 1) * half) for index in (rank, last - rank)]
 
     def steps(self) -> int:
         """Return the number of times that parts are passed on: until no rank needs another one."""
@@ -275,43 +275,48 @@ def _send_next(ring: _Ring, tensors: Sequence[Tensor], by: int = 1) -> _Transfer
 
 
 def _to_zigzag(ring: _Ring, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
-    """Move halves of (…, T, ·) from sequence order target_rank zigzag order, or back."""
+    """Move halves of (…, T, ·) from sequence order to zigzag order, or back."""
     rank = ring.tokens.rank
     size = ring.tokens.num_parts
 
-    def rank_in_order(place: int) -> int:
-        return place // 2
+    def rank_in_order(half_index: int) -> int:
+        return half_index // 2
 
-    def rank_in_zigzag(place: int) -> int:
-        return min(place, 2 * size - 1 - place)
+    def rank_in_zigzag(half_index: int) -> int:
+        return min(half_index, 2 * size - 1 - half_index)
 
     in_order = (2 * rank, 2 * rank + 1)
     in_zigzag = (rank, 2 * size - 1 - rank)
     if back:
-        own_places = in_zigzag
-        wanted_places = in_order
+        own_halves = in_zigzag
+        wanted_halves = in_order
         target_rank = rank_in_order
         source_rank = rank_in_zigzag
     else:
-        own_places = in_order
-        wanted_places = in_zigzag
+        own_halves = in_order
+        wanted_halves = in_zigzag
         target_rank = rank_in_zigzag
         source_rank = rank_in_order
-    halves = {place: [x.chunk(2, dim=-2)[i] for x in tensors] for i, place in enumerate(own_places)}
+    parts_of_halves = {}
+    for i, half_index in enumerate(own_halves):
+        parts_of_halves[half_index] = [x.chunk(2, dim=-2)[i] for x in tensors]
     sent = []
-    for place in own_places:
-        if target_rank(place) != rank:
-            sent += [(x, target_rank(place)) for x in halves[place]]
+    for half_index in own_halves:
+        if target_rank(half_index) != rank:
+            sent += [(x, target_rank(half_index)) for x in parts_of_halves[half_index]]
     received = []
-    for place in wanted_places:
-        if source_rank(place) != rank:
-            received += [(x, source_rank(place)) for x in halves[own_places[0]]]
+    for half_index in wanted_halves:
+        if source_rank(half_index) != rank:
+            received += [(x, source_rank(half_index)) for x in parts_of_halves[own_halves[0]]]
     arriving = iter(_Transfer(ring.tokens, sent, received).wait())
-    wanted_halves = [
-        halves[place] if source_rank(place) == rank else [next(arriving) for _ in tensors]
-        for place in wanted_places
-    ]
-    return [torch.cat(pair, dim=-2) for pair in zip(*wanted_halves, strict=True)]
+    parts_of_wanted_halves = []
+    for half_index in wanted_halves:
+        if source_rank(half_index) == rank:
+            parts = parts_of_halves[half_index]
+        else:
+            parts = [next(arriving) for _ in tensors]
+        parts_of_wanted_halves.append(parts)
+    return [torch.cat(pair, dim=-2) for pair in zip(*parts_of_wanted_halves, strict=True)]
 
 
 # ---- Ring ----------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class PagedKVCache(KVCache):
         if sorted(indices) != list(range(len(self.lengths))):
             raise InputError(
                 "indices",
-                f"name each of the {len(self.lengths)} sequences once, for a cache in pages",
+                f"name each of the {len(self.lengths)} sequences once, for a paged cache",
                 indices=indices.tolist(),
             )
         reordered = self._with_pages(self.pages[indices], lengths=self.lengths[indices])
@@ -127,9 +127,7 @@ def paged(cache: KVCache, page_size: int) -> PagedKVCache:
     if page_size % TILE:
         raise InputError("page_size", f"be whole tiles of {TILE} slots", page_size=page_size)
     if cache.keys.dtype == ttnn.float32:
-        raise InputTypeError(
-            "dtype", "be bfloat16 or bfloat8_b for a cache in pages", "dtype=float32"
-        )
+        raise InputTypeError("dtype", "be bfloat16 or bfloat8_b for a paged cache", "dtype=float32")
     check_count("batch_size", len(cache.lengths))
     pages = in_order(len(cache.lengths), round_up(cache.capacity, page_size) // page_size)
     device = cache.keys.device()

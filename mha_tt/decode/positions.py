@@ -55,8 +55,11 @@ class DecodePositions:
         With `is_row_each` the rotations of each sequence have their own tiles; otherwise sequences
         share tiles.
         """
-        self._lengths, self._is_row_each, self.prepared = lengths.copy(), is_row_each, prepared
-        self.slots, self.table = upload_rows(lengths, device=device, dtype=ttnn.int32), table
+        self._lengths = lengths.copy()
+        self._is_row_each = is_row_each
+        self.prepared = prepared
+        self.slots = upload_rows(lengths, device=device, dtype=ttnn.int32)
+        self.table = table
         if is_row_each:
             rows = lengths[:, None]
         else:
@@ -73,7 +76,7 @@ class DecodePositions:
         is_alike = self.table is table and self._is_row_each == is_row_each
         return is_alike and np.array_equal(self._lengths, lengths)
 
-    def decode_step(self) -> None:
+    def advance(self) -> None:
         """Advance by one token per sequence, in place."""
         for x in (self.slots, self._rows):
             if x is not None:

@@ -5,6 +5,8 @@ Axes: B batch, N query heads, K key/value heads, P features of a head on the dev
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ttnn
@@ -30,9 +32,14 @@ from mha_tt.projections import project_output, project_qkv
 from mha_tt.scores import Scores
 from mha_tt.weights import Project
 
-FEW = 4
+MOST_IN_OWN_TILES = 4
 """Up to this many sequences keep their own tiles until the end of a step, which saves an operation
 but computes tiles with a single row. More sequences share tiles.
+"""
+
+INPUT_BLOCK = 8
+"""Maximum number of input tiles, along the features that a product sums, that a core reads at a
+time.
 """
 
 
@@ -42,7 +49,7 @@ def decode_step(
     x: Float[Tensor, "B 1 d_in"],
     cache: CacheT,
     scores: Scores,
-    kv_b: HeadWeights | None,
+    get_kv_b: Callable[[], HeadWeights] | None,
 ) -> tuple[Float[Tensor, "B 1 E"], CacheT]:
     """Append one token per sequence to a cache; each attends to all tokens up to itself.
 
@@ -52,44 +59,42 @@ def decode_step(
     """
     spec = layer.spec
     batch_size, _, width = x.shape
+    head_weights = None
+    if get_kv_b is not None:
+        head_weights = get_kv_b()
     prepared = _prepared_weights(layer, cache)
     is_packed = _is_packed(x, spec)
     positions = _next_positions(cache, spec, prepared, is_packed)
     rotation = positions.rotation()
     of_layer: Any = {"compute_kernel_config": layer.compute_kernel_config}
-    tokens = ttnn.reshape(x, (1, *(1,) * is_packed, batch_size, width))
     if is_packed:
+        tokens = ttnn.reshape(x, (1, 1, batch_size, width))
         packed, are_apart = _packed(layer, tokens, prepared)
         q, new = _heads(packed, spec, rotation, are_apart)
         _write(cache, new, positions, are_apart)
     else:
-        if kv_b is None:
+        tokens = ttnn.reshape(x, (1, batch_size, width))
+        if head_weights is None:
             q, new = project_new_tokens(layer.project, tokens, cache, spec, rotation)
         else:
-            q, *new = project_absorbed(layer.project, tokens, spec, rotation, kv_b, **of_layer)
+            q, *new = project_absorbed(
+                layer.project, tokens, spec, rotation, head_weights, **of_layer
+            )
         q, *new = (ttnn.transpose(part, 1, 2) for part in (q, *new))
         write_rows(cache, new, positions.slots)
     slots = tuple(cache.slots.values())
-    config = kernel.compute_kernel_config
-    of_scores: Any = {"spec": scores.spec, "compute_kernel_config": config}
-    learned: dict[str, Any] = dict(scores.learned)
-    if "sinks" in learned:
-        made_for = ("sinks", scores.spec, config is not None and config.math_approx_mode)
-        sinks = learned["sinks"]
-        learned["sinks"] = prepared.get_or_make(
-            made_for, (sinks,), lambda: fused.sinks_of_step(sinks, q, slots[0], **of_scores)
-        )
-    context = fused.attend_to_checked(
+    context = fused.attend_to_cache_unchecked(
         q,
         slots[0],
         slots[-1],
         positions.slots,
+        scores.spec,
         page_table=cache.page_table,
-        learned=learned,
-        **of_scores,
+        learned=_learned_of_step(kernel, scores, q, slots[0], prepared),
+        compute_kernel_config=kernel.compute_kernel_config,
     )
     if is_packed:
-        if batch_size <= FEW:
+        if batch_size <= MOST_IN_OWN_TILES:
             rows = (batch_size, 1)
         else:
             rows = (1, batch_size)
@@ -98,11 +103,11 @@ def decode_step(
             output = layer.project("out_proj", output)
     else:
         context = ttnn.transpose(context, 1, 2)
-        if kv_b is not None:
+        if head_weights is not None:
             context = context[:, :, :, : padded_features("kv_a_norm", spec)]
-            context = absorb_values(context, kv_b, spec, **of_layer)
+            context = absorb_values(context, head_weights, spec, **of_layer)
         output = project_output(layer.project, context, tokens, spec)
-    positions.decode_step()
+    positions.advance()
     after = cache.with_slots(slots, cache.lengths + 1)
     object.__setattr__(after, "next_positions", positions)  # not part of its value
     mark_written_over(cache, after)
@@ -127,6 +132,23 @@ def project_new_tokens(
         return project_qkv(project, x, keys, values, spec, positions)[0], ()
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     return q, (k, v)
+
+
+def _learned_of_step(
+    kernel: fused.FusedAttention, scores: Scores, q: Tensor, keys: Tensor, prepared: PreparedWeights
+) -> dict[str, Any]:
+    """Return the weights that change scores, with sinks as they are prepared once for many
+    steps.
+    """
+    learned: dict[str, Any] = dict(scores.learned)
+    sinks = learned.get("sinks")
+    if sinks is None:
+        return learned
+    config = kernel.compute_kernel_config
+    is_approximate = config is not None and config.math_approx_mode
+    make = partial(fused.sinks_of_step, sinks, q, keys, scores.spec, compute_kernel_config=config)
+    learned["sinks"] = prepared.get_or_make(("sinks", scores.spec, is_approximate), (sinks,), make)
+    return learned
 
 
 def _prepared_weights(layer: AttentionLayer | FunctionalLayer, cache: Cache) -> PreparedWeights:
@@ -165,11 +187,11 @@ def _is_packed(x: Tensor, spec: AttentionSpec) -> bool:
     It supports up to a tile of sequences, in bfloat16, and heads of one width. Norms and gates need
     heads before tokens. Beyond a tile of heads the operation is not known to be correct.
     """
-    are_alike = spec.latent is None and padded_features("q_proj", spec) == padded_features(
+    have_one_width = spec.latent is None and padded_features("q_proj", spec) == padded_features(
         "v_proj", spec
     )
     is_small = max(x.shape[0], spec.num_heads) <= TILE and x.dtype == ttnn.bfloat16
-    return are_alike and is_small and not spec.norms and spec.gate is None
+    return have_one_width and is_small and not spec.norms and spec.gate is None
 
 
 def _packed(
@@ -188,44 +210,50 @@ def _packed(
             return layer.project("qkv_proj", x), False
         return ttnn.concat([layer.project(f"{part}_proj", x) for part in "qkv"], dim=-1), False
     weight, bias = prepared.qkv(weights, spec)
-    width, features = weight.shape[1] // TILE, padded_features("q_proj", spec) // TILE  # in tiles
+    num_tiles = weight.shape[1] // TILE
+    tiles_per_head = padded_features("q_proj", spec) // TILE
     grid = x.device().compute_with_storage_grid_size()
-    of_a_core = [
-        tiles
-        for tiles in range(1, features + 1)
-        if not features % tiles and width // tiles <= grid.x * grid.y
-    ]
-    is_divided = bool(of_a_core) and 2 * x.shape[2] <= grid.x * grid.y
+    num_cores = grid.x * grid.y
+    options: dict[str, Any] = {}
+    # Two cores per sequence: its keys then lie on a different one than its values.
+    if 2 * x.shape[2] <= num_cores:
+        # The fewest tiles per core, all of one head, for which there are enough cores.
+        for tiles_per_core in range(1, tiles_per_head + 1):
+            if tiles_per_head % tiles_per_core == 0 and num_tiles // tiles_per_core <= num_cores:
+                options = _divided(x, num_tiles, tiles_per_core)
+                break
     packed = ttnn.linear(
         x,
         weight,
         bias=bias,
         dtype=x.dtype,
         compute_kernel_config=layer.compute_kernel_config or accurate_config(x.device()),
-        **_divided(x, width, of_a_core[0]) if is_divided else {},
+        **options,
     )
-    return packed, is_divided
+    return packed, bool(options)
 
 
-def _divided(x: Tensor, width: int, of_a_core: int) -> dict[str, Any]:
-    """Return the configuration of a product that leaves this many tiles of its width on each
-    core.
+def _divided(x: Tensor, num_tiles: int, tiles_per_core: int) -> dict[str, Any]:
+    """Return the configuration of a product with a width of this many tiles, of which each core
+    computes and keeps some.
     """
     grid = x.device().compute_with_storage_grid_size()
     return {
         "memory_config": ttnn.create_sharded_memory_config(
-            (TILE, of_a_core * TILE),
-            core_grid=ttnn.num_cores_to_corerangeset(width // of_a_core, grid, row_wise=True),
+            (TILE, tiles_per_core * TILE),
+            core_grid=ttnn.num_cores_to_corerangeset(
+                num_tiles // tiles_per_core, grid, row_wise=True
+            ),
             strategy=ttnn.ShardStrategy.WIDTH,
             use_height_and_width_as_shard_shape=True,
         ),
         "program_config": ttnn.MatmulMultiCoreReuseMultiCast1DProgramConfig(
             compute_with_storage_grid_size=grid,
-            in0_block_w=largest_divisor(round_up(x.shape[3]) // TILE, 2 * SUBBLOCK),
+            in0_block_w=largest_divisor(round_up(x.shape[3]) // TILE, INPUT_BLOCK),
             out_subblock_h=1,
-            out_subblock_w=largest_divisor(of_a_core, SUBBLOCK),
+            out_subblock_w=largest_divisor(tiles_per_core, SUBBLOCK),
             per_core_M=1,
-            per_core_N=of_a_core,
+            per_core_N=tiles_per_core,
             fuse_batch=True,
             fused_activation=None,
             mcast_in0=True,

@@ -20,7 +20,7 @@ from mha_spec.attention import check_latent
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.cache import (
     Cache,
-    append_checked,
+    append_unchecked,
     check_cache,
     check_room,
     mark_written_over,
@@ -120,8 +120,8 @@ def project_absorbed(
     project: Project,
     x: Float[Tensor, "B T d_in"],
     spec: AttentionSpec,
-    positions: Rotation | None,
-    kv_b: HeadWeights,
+    rotation: Rotation | None,
+    head_weights: HeadWeights,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T W"], Float[Tensor, "B 1 T W"]]:
@@ -132,8 +132,8 @@ def project_absorbed(
         project: applies a projection or a norm by its name.
         x: input of the layer, at least one token.
         spec: layer with latents and without a temperature.
-        positions: rotation of the tokens; None without RoPE.
-        kv_b: weight of kv_b_proj by head.
+        rotation: rotation of the tokens; None without RoPE.
+        head_weights: weight of kv_b_proj by head.
         compute_kernel_config: arithmetic of the sums; default: `accurate_config`.
 
     Returns:
@@ -143,10 +143,12 @@ def project_absorbed(
     q, normed, shared = _latent_parts(project, x, spec)
     unshared_q = q[:, :, :, :unshared_features]
     shared_q = q[:, :, :, unshared_features:]
-    if positions is not None:
-        shared_q = positions.rotate(shared_q)
-        shared = positions.rotate(shared)
-    absorbed = _head_by_head(unshared_q, kv_b.of_keys, True, compute_kernel_config)
+    if rotation is not None:
+        shared_q = rotation.rotate(shared_q)
+        shared = rotation.rotate(shared)
+    absorbed = _head_by_head(
+        unshared_q, head_weights.of_keys, compute_kernel_config, transposed=True
+    )
     return _concat_features(absorbed, shared_q), _concat_features(normed, shared)
 
 
@@ -233,7 +235,9 @@ def absorb_keys(
     if 0 in tuple(q.shape):
         return zeros((*tuple(q.shape)[:3], padded_features("kv_a_proj", spec)), q.dtype, q.device())
     unshared_features = of_keys.shape[3]
-    absorbed = _head_by_head(q[:, :, :, :unshared_features], of_keys, True, compute_kernel_config)
+    absorbed = _head_by_head(
+        q[:, :, :, :unshared_features], of_keys, compute_kernel_config, transposed=True
+    )
     return _concat_features(absorbed, q[:, :, :, unshared_features:])
 
 
@@ -267,7 +271,7 @@ def absorb_values(
         return zeros(
             (*tuple(context.shape)[:3], of_values.shape[3]), context.dtype, context.device()
         )
-    return _head_by_head(context, of_values, False, compute_kernel_config)
+    return _head_by_head(context, of_values, compute_kernel_config, transposed=False)
 
 
 def _unshared_features(spec: AttentionSpec) -> int:
@@ -281,7 +285,8 @@ def _latent_parts(
     """Return queries (B, N, T, H), latents (B, 1, T, kv_rank) and shared features (B, 1, T,
     rope_dim), before RoPE.
     """
-    latent, (batch_size, seq_len, _) = check_latent(spec), x.shape
+    latent = check_latent(spec)
+    batch_size, seq_len, _ = x.shape
     if latent.q_rank is None:
         q = project("q_proj", x)
         check_features("q_proj", q, padded_width("q_proj", spec))
@@ -321,8 +326,9 @@ def _concat_features(first: Tensor, second: Tensor) -> Tensor:
 def _head_by_head(
     x: Tensor,
     weights: Tensor,
-    transposed: bool,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
+    *,
+    transposed: bool,
 ) -> Tensor:
     """Multiply heads (B, N, T, in) by one matrix each, (1, N, in, out) or transposed, in the dtype
     of x.
@@ -391,13 +397,13 @@ def append_to_latent_cache(
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then
-            unchanged.
+        ValueError: if shapes do not fit, the tokens exceed the capacity, or there are more
+            sequences than cores; the cache is then unchanged.
     """
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)
     check_room(cache, latents.shape[2], new_lengths)
-    after = append_checked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
+    after = append_unchecked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
     mark_written_over(cache, after)
     return after
 

@@ -9,6 +9,7 @@ Without a cache, `mha` has the same layer: it expands the latents to keys and va
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,9 @@ def multi_head_latent_attention(
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
     absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
+    get_kv_b = None
+    if absorb:
+        get_kv_b = partial(weights_of_heads, weights["kv_b_proj.weight"], spec)
     return cached_layer(
         FunctionalLayer(weights, spec, kernel, compute_kernel_config=compute_kernel_config),
         x,
@@ -64,7 +68,7 @@ def multi_head_latent_attention(
         bias,
         new_lengths=new_lengths,
         positions=positions,
-        kv_b=(lambda: weights_of_heads(weights["kv_b_proj.weight"], spec)) if absorb else None,
+        get_kv_b=get_kv_b,
     )
 
 
@@ -140,12 +144,18 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         check_is_cache(cache, LatentCache)
         self.check_input("x", x)
+        get_kv_b = None
         if self.spec.absorbs(x.shape[1]):
-            kv_b = self._kv_b
-        else:
-            kv_b = None
+            get_kv_b = self._kv_b
         output, cache = cached_layer(
-            self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
+            self,
+            x,
+            cache,
+            mask,
+            bias,
+            new_lengths=new_lengths,
+            positions=positions,
+            get_kv_b=get_kv_b,
         )
         return self.drop_output(output), cache
 

@@ -21,7 +21,7 @@ def apply_norm(
     weight: Float[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
     *,
-    slots: np.ndarray | None = None,
+    feature_indices: np.ndarray | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "*tokens H"]:
     """Return x / sqrt(mean(x²) + eps) * weight + bias; a layer norm first subtracts the mean.
@@ -32,7 +32,8 @@ def apply_norm(
         norm: kind and options; the factor may be 1 + weight.
         weight, bias: only if the norm has them: (1, H), (1, heads, 1, H) if each head has its own,
             or (1, width).
-        slots: indices of the features on the last axis, if it is padded: see `head_slots`.
+        feature_indices: indices of the features on the last axis, if it is padded: see
+            `mha_tt.feature_indices`.
         compute_kernel_config: arithmetic of the sums; default: `accurate_config`.
 
     Returns:
@@ -49,10 +50,10 @@ def apply_norm(
         return zeros(tuple(x.shape), x.dtype, x.device())
     config = compute_kernel_config or accurate_config(x.device())
     width = x.shape[-1]
-    if slots is None:
+    if feature_indices is None:
         count = width
     else:
-        count = len(slots)
+        count = len(feature_indices)
 
     def mean(wide: Tensor) -> Tensor:
         total = ttnn.sum(wide, dim=-1, keepdim=True, compute_kernel_config=config)
@@ -61,8 +62,9 @@ def apply_norm(
     wide = at_least_float32(x)
     if norm.kind == "layer":
         wide = ttnn.subtract(wide, mean(wide))
-        if slots is not None and count < width:  # the mean was also subtracted from the zeros
-            is_feature = np.isin(np.arange(width), slots)[(None,) * (len(x.shape) - 1)]
+        # The mean was also subtracted from the padding, which must be 0 again.
+        if feature_indices is not None and count < width:
+            is_feature = np.isin(np.arange(width), feature_indices)[(None,) * (len(x.shape) - 1)]
             wide = ttnn.multiply(wide, upload(is_feature, device=x.device(), dtype=ttnn.float32))
     normed = ttnn.multiply(wide, ttnn.rsqrt(ttnn.add(mean(ttnn.square(wide)), norm.eps)))
     if weight is not None:

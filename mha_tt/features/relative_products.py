@@ -49,7 +49,8 @@ def relative_position_products(
     if isinstance(relative_products, SinusoidProducts):
         config = compute_kernel_config or accurate_config(query.device())
         return _sinusoid_products(query, key, relative_products, learned, q_offset, config)
-    (batch_size, num_heads, seq_len_q, _), seq_len_k = query.shape, key.shape[2]
+    batch_size, num_heads, seq_len_q, _ = query.shape
+    seq_len_k = key.shape[2]
     positions = np.arange(seq_len_q)[None]
     if q_offset is not None:
         positions = np.asarray(q_offset)[:, None] + positions
@@ -95,7 +96,8 @@ def _sinusoid_products(
     """Return the products of a content bias with keys, and of queries and a position bias with the
     vector of their distance to keys.
     """
-    (batch_size, num_heads, seq_len_q, _), seq_len_k = query.shape, key.shape[2]
+    batch_size, num_heads, seq_len_q, _ = query.shape
+    seq_len_k = key.shape[2]
     positions = np.arange(seq_len_q)[None]
     if q_offset is not None:
         positions = np.asarray(q_offset)[:, None] + positions
@@ -103,7 +105,8 @@ def _sinusoid_products(
     farthest = int(np.abs(distances).max())
     shape = (batch_size, num_heads, seq_len_q, seq_len_k)
     buckets = np.broadcast_to((distances + farthest)[:, None], shape)
-    device, options = query.device(), {"dtype": ttnn.float32, "compute_kernel_config": config}
+    device = query.device()
+    options = {"dtype": ttnn.float32, "compute_kernel_config": config}
     weights = {name: at_least_float32(learned[name]) for name in SINUSOID_WEIGHTS}
     table = weights["relative_sinusoids"]  # (1, N, d_in, H)
     sinusoids = record.sinusoids(farthest, table.shape[2])[None, None]

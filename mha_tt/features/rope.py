@@ -34,7 +34,7 @@ def apply_rope(
         positions: position of each token in its sequence, from 0, (B or 1, T), or with sections
             also (axes, B or 1, T), on the host.
         rope: pairs and frequencies.
-        head_dim: features of a head if x has more, in the layout of `head_slots(head_dim,
+        head_dim: features of a head if x has more, in the layout of `feature_indices(head_dim,
             rope=rope)`. An unpadded head supports only pairs (i, i + H/2).
 
     Returns:
@@ -143,9 +143,9 @@ def positions_and_rotation(
     check_positions(positions, x.shape[0], x.shape[1], spec.rope)
     if isinstance(positions, Rotation):
         return positions.positions, positions
-    return positions, None if 0 in (x.shape[0], x.shape[1]) else rotation_of(
-        positions, spec, device=x.device()
-    )
+    if 0 in (x.shape[0], x.shape[1]):
+        return positions, None
+    return positions, rotation_of(positions, spec, device=x.device())
 
 
 def rotated_head(spec: AttentionSpec) -> tuple[int, int]:
@@ -163,7 +163,7 @@ def cos_and_sin(
     """Return the factors of features, and of those half a head away, (B or 1, T, P) each."""
     check_pair_order(rope, head_dim, padded)
     angles = _angles(positions, rope, padded if head_dim is None else head_dim, side_by_side)
-    first = np.arange(angles.shape[-1])  # see `head_slots`
+    first = np.arange(angles.shape[-1])  # see `feature_indices`
     second = padded // 2 + first
     cos = np.ones((*angles.shape[:2], padded))
     sin = np.zeros((*angles.shape[:2], padded))
@@ -175,14 +175,12 @@ def cos_and_sin(
 
 def _angles(positions: np.ndarray, rope: Rope, head_dim: int, side_by_side: bool) -> np.ndarray:
     """Return the angle of each token and pair, (B or 1, T, R/2)."""
-    if positions.ndim == 3:
-        of_axes = positions
-    else:
-        of_axes = positions[None]
     frequencies = rope.frequencies(head_dim)
     if positions.ndim == 3:
+        of_axes = positions
         axes = rope.axes(head_dim)
     else:
+        of_axes = positions[None]
         axes = np.zeros(len(frequencies), np.int64)
     if rope.depends_on_length:
         lengths = of_axes.max(axis=0) + 1

@@ -116,7 +116,12 @@ class FusedAttention:
         seq_len_k = key.shape[2]
         config = self.compute_kernel_config or accurate_config(device)
         scale = scores.spec.score_scale
+        window_size = None
+        if causal is not None:
+            window_size = causal.window_size
         sinks = scores.learned.get("sinks")
+        if sinks is not None:
+            sinks = _unscaled(sinks, scale)
         kernel = partial(
             ttnn.transformer.scaled_dot_product_attention,
             query,
@@ -124,9 +129,9 @@ class FusedAttention:
             value,
             attn_mask=attn_mask,
             is_causal=causal is not None,
-            sliding_window_size=None if causal is None else causal.window_size,
+            sliding_window_size=window_size,
             scale=scale,
-            attention_sink=None if sinks is None else _unscaled(sinks, scale),
+            attention_sink=sinks,
             program_config=_program_config(
                 device, config, seq_len_q, seq_len_k, _largest_chunk(query)
             ),
@@ -209,10 +214,10 @@ def attend_to_cache(
         "learned": learned,
         "compute_kernel_config": compute_kernel_config,
     }
-    return attend_to_checked(query, keys, values, last_positions, rules, **options)
+    return attend_to_cache_unchecked(query, keys, values, last_positions, rules, **options)
 
 
-def attend_to_checked(
+def attend_to_cache_unchecked(
     query: Float[Tensor, "1 B N H"],
     keys: Float[Tensor, "B K S H"],
     values: Float[Tensor, "B K S Hv"],
@@ -251,9 +256,9 @@ def attend_to_checked(
     if page_table is not None:
         operation = ttnn.transformer.paged_scaled_dot_product_attention_decode
         in_pages = {"page_table_tensor": page_table}
-    for (part, times), sinks_of_part in zip(parts, sinks, strict=True):
+    for (part, copies), sinks_of_part in zip(parts, sinks, strict=True):
         context = operation(
-            _some_heads(heads, part, times, axis=2),
+            _some_heads(heads, part, copies, axis=2),
             keys,
             values,
             cur_pos_tensor=positions,
@@ -265,10 +270,13 @@ def attend_to_checked(
             compute_kernel_config=config,
             **in_pages,
         )
-        contexts.append(context if times == 1 else context[:, :, ::times])
-    return as_dtype(
-        contexts[0] if len(contexts) == 1 else ttnn.concat(contexts, dim=2), query.dtype
-    )
+        if copies > 1:
+            context = context[:, :, ::copies]
+        contexts.append(context)
+    context = contexts[0]
+    if len(contexts) > 1:
+        context = ttnn.concat(contexts, dim=2)
+    return as_dtype(context, query.dtype)
 
 
 def sinks_of_step(
@@ -302,21 +310,22 @@ def _parts(
         at_once = TILE
     else:
         at_once = num_heads
-    parts = [
-        slice(first, min(first + at_once, num_heads)) for first in range(0, num_heads, at_once)
-    ]
-    counts = [part.stop - part.start for part in parts]
-    times = [
-        1 if count > HALF_TILE or config.math_approx_mode else HALF_TILE // count + 1
-        for count in counts
-    ]
-    return list(zip(parts, times, strict=True))
+    parts = []
+    for first in range(0, num_heads, at_once):
+        stop = min(first + at_once, num_heads)
+        count = stop - first
+        if count > HALF_TILE or config.math_approx_mode:
+            copies = 1
+        else:
+            copies = HALF_TILE // count + 1
+        parts.append((slice(first, stop), copies))
+    return parts
 
 
 def _sinks_of(parts: list[tuple[slice, int]], sinks: Tensor, scale: float) -> list[Tensor]:
     """Return the sinks of these heads for the step kernel."""
     column = ttnn.reshape(_unscaled(sinks, scale), (sinks.shape[1], 1))
-    return [_some_heads(column, part, times, axis=0) for part, times in parts]
+    return [_some_heads(column, part, copies, axis=0) for part, copies in parts]
 
 
 def supports(x: Tensor, scores: Scores) -> bool:
@@ -337,12 +346,12 @@ def step_supports(num_features: int) -> bool:
 
 def may_zero_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
     """Return whether the prompt kernel may return 0 for a row whose largest score is at least
-    11,264.
+    11,264, 128 * 88.
 
-    With float32 sums it subtracts the first 8 bits of that score. If the others exceed 88, the
-    largest exponential is infinite and the row 0. With bfloat16 sums a score has no others, and
-    approximate exponentials lose no rows either: measured on a simulator
-    (docs/evidence/upstream-ttnn.md).
+    With float32 sums it subtracts only the first 8 bits of that score, which leaves up to 1/128 of
+    it. The exponential of more than about 88 is infinite in float32, and the row becomes 0. With
+    bfloat16 sums a score has only these bits, and approximate exponentials lose no rows either:
+    measured on a simulator (docs/evidence/upstream-ttnn.md).
 
     A second run of the kernel is necessary: to skip it by a bound on the scores, the host would
     have to read the bound back in every call, which stalls the queue and is impossible in a trace.
@@ -389,15 +398,15 @@ def _unscaled(sinks: Tensor, scale: float) -> Tensor:
     return as_dtype(ttnn.multiply(at_least_float32(sinks), 1.0 / scale), ttnn.bfloat16)
 
 
-def _some_heads(x: Tensor, part: slice, times: int, *, axis: int) -> Tensor:
-    """Return some heads of x, each `times` times in a row."""
+def _some_heads(x: Tensor, part: slice, copies: int, *, axis: int) -> Tensor:
+    """Return some heads of x, each with this many copies in a row."""
     if part.stop - part.start == x.shape[axis]:
         some = x
     else:
         some = x[(slice(None),) * axis + (part,)]
-    if times == 1:
+    if copies == 1:
         return some
-    return ttnn.repeat_interleave(some, times, dim=axis)
+    return ttnn.repeat_interleave(some, copies, dim=axis)
 
 
 def _largest_chunk(query: Tensor) -> int:

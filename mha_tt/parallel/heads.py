@@ -52,9 +52,9 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
         )
     if layer.device != mesh:
         raise InputError("mesh", "be the device of the layer", "a different one")
-    if layer.heads is not None:
+    if layer.heads_axis is not None:
         raise InputError(
-            "layer", "be divided by heads once", f"one that is, along dimension {layer.heads}"
+            "layer", "be divided by heads once", f"one that is, along dimension {layer.heads_axis}"
         )
     check_divides(layer.full_spec, shape[heads])
     if has_values():
@@ -64,7 +64,8 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
             name: np.zeros(size, np.float32) for name, size in layer.full_spec.weight_shapes.items()
         }
     layer.weights = upload_weights(
-        weights, layer.full_spec, device=mesh, dtype=layer.weight_dtype, heads=heads
+        weights, layer.full_spec, device=mesh, dtype=layer.weight_dtype, heads_axis=heads
     )
-    layer.spec, layer.heads = local_spec(layer.full_spec, shape[heads]), heads
+    layer.spec = local_spec(layer.full_spec, shape[heads])
+    layer.heads_axis = heads
     return layer

@@ -77,10 +77,12 @@ EXTRA_PARAMETERS = {
         "dropout_rng",
         *("dtype", "param_dtype"),  # flax's names for the dtypes of computation and of weights;
         "find",  # where tokens are divided, the kernel finds padding
+        "kv_b",  # of `cached_layer`: a weight, which is read as it is
     },
     "torch": {
         *("device", "dtype"),  # placement of tensors, and torch's name for a dtype
         "find",  # where tokens are divided, the kernel finds padding
+        "kv_b",  # of `cached_layer`: a weight, which is read as it is
     },
     "tt": {
         "device",  # placement of tensors; there is no default device
@@ -89,15 +91,17 @@ EXTRA_PARAMETERS = {
         "compute_kernel_config",  # the arithmetic of the device is chosen per operation
         "rng",  # of NumPy: draws weights and seeds,
         "seed",  # because the device draws from a seed
-        "slots",  # of `apply_norm`, and
+        "feature_indices",  # of `apply_norm`, and
         # of `apply_rope`: heads are padded to whole tiles, so their shape does not determine it
         "head_dim",
+        "get_kv_b",  # of `cached_layer`: a weight is split by head, once for many calls
         *("page_size", "page_table"),  # of a paged cache and its kernel
     },
 }
 
 COMMON_PARAMETERS = {  # some of these words mean the same in all implementations
-    "Cache.with_slots": {"slots"},
+    "absorb_keys": {"kv_b"},
+    "absorb_values": {"kv_b"},
     "init_cache": {"dtype", "head_dim"},
     "init_latent_cache": {"dtype"},
     "MultiHeadAttentionWithCache.init_cache": {"dtype"},
@@ -118,9 +122,9 @@ OTHER_AXES = {
 
 # arguments from a cache, whose lengths are known elsewhere: on the host, in a graph, or not
 CACHE_PARTS = {
-    "jax": {"append_checked", "num_added", "token_positions", "has_room"},
-    "torch": {"append_checked", "has_room", "Mask.block", "Scores.block", "block_of"},
-    "tt": {"append_checked", "num_added", "write_rows", "Scores.block", "block_of"},
+    "jax": {"append_unchecked", "num_added", "token_positions", "has_room"},
+    "torch": {"append_unchecked", "has_room", "Mask.block", "Scores.block", "block_of"},
+    "tt": {"append_unchecked", "num_added", "write_rows", "Scores.block", "block_of"},
 }
 
 WEIGHTS_OF_A_LAYER = {  # declared for type checkers; a device has them in one mapping
@@ -206,7 +210,8 @@ EXTRA_NAMES = {
         "project_absorbed",  # and queries are combined once
         "sinks_of_step",  # computed once for many steps
         "MOST_ROW_NBYTES",  # of the operation that combines heads, in a core's memory
-        *("combine_checked", "attend_to_checked"),  # bodies of several operations, without checks
+        # bodies of several operations, without checks
+        *("combine_unchecked", "attend_to_cache_unchecked"),
         "attend_to_cache",  # one new token per sequence has its own kernel
         *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which has options for dividing its work
         *(
@@ -278,6 +283,7 @@ OTHER_SUMMARIES = {
         ("jax", "check_features"),
         ("tt", "check_features"),
     ),  # features are never distributed over processes
+    *(("jax", "check_heads"), ("tt", "check_heads")),  # nor are their devices checked
     *(("tt", "zero_where"), ("tt", "nan_where")),  # there are no gradients,
     ("tt", "zero_heads_in_padding"),  # and lengths are always known
 }

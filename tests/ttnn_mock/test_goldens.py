@@ -184,7 +184,7 @@ def paged(x):
 
 
 def test_paged_caches_match_slots(device, rng):
-    """Filling, updating and attending to a cache in pages matches one in slots: exact contents,
+    """Filling, updating and attending to a paged cache matches one in slots: exact contents,
     outputs within 2^-8.
     """
     keys, values = (rounded(rng.standard_normal((2, 2, 96, 64)), ttnn.bfloat16) for _ in "kv")

@@ -587,33 +587,37 @@ class Blocks:
 
         if self.hidden.bias is not None:
             scores += arrange(at_least_float32(self._block(self.hidden.bias, tile, rows, keys)))
-        positions = (keys.begin + jnp.arange(keys.size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
-        places = (rows.begin + jnp.arange(rows.size, dtype=jnp.int32)).reshape(1, 1, 1, -1, 1)
+        key_positions = keys.begin + jnp.arange(keys.size, dtype=jnp.int32)
+        key_positions = key_positions.reshape(1, 1, 1, 1, -1)
+        query_positions = rows.begin + jnp.arange(rows.size, dtype=jnp.int32)
+        query_positions = query_positions.reshape(1, 1, 1, -1, 1)
         if self.scoring.slopes is not None:
             if self.hidden.q_offset is None:
                 q_offset = 0
             else:
                 q_offset = tile.part(self.hidden.q_offset.reshape(-1, 1, 1, 1, 1))
             slopes = tile.part(self.scoring.slopes_of(self.num_kv_heads, scores.dtype))
-            scores -= arrange(slopes * jnp.abs(places + q_offset - positions).astype(scores.dtype))
+            distances = jnp.abs(query_positions + q_offset - key_positions)
+            scores -= arrange(slopes * distances.astype(scores.dtype))
         parts = self.hidden.masks(lambda x: self._block(x, tile, rows, keys))
         if self.between is not None:
             first, stop = (self._block(x, tile, rows, keys) for x in self.between)
-            parts.append((positions < first) | (positions >= stop))
+            parts.append((key_positions < first) | (key_positions >= stop))
         if self.is_causal and not keys.is_clear:
             # On the diagonal all blocks have the same mask, which compiles to a constant.
             if keys.begin is rows.begin:
                 of_keys, of_rows = (jnp.arange(x.size, dtype=jnp.int32) for x in (keys, rows))
                 parts.append(of_keys.reshape(1, 1, 1, 1, -1) > of_rows.reshape(1, 1, 1, -1, 1))
             else:
-                parts.append(positions > places)
+                parts.append(key_positions > query_positions)
         if self.hidden.lengths is not None:
-            parts.append(positions >= tile.part(self.hidden.lengths.reshape(-1, 1, 1, 1, 1)))
+            lengths = tile.part(self.hidden.lengths.reshape(-1, 1, 1, 1, 1))
+            parts.append(key_positions >= lengths)
         if self.segments is not None:
             of_queries, of_keys = (self._block(x, tile, rows, keys) for x in self.segments)
             parts.append(of_queries != of_keys)
         if keys.first is not None and self.seq_len_k % self.block_keys:
-            parts.append(positions < keys.first)
+            parts.append(key_positions < keys.first)
         if not parts:
             return scores, slope, None
         is_hidden = arrange(reduce(jnp.logical_or, parts))

@@ -27,7 +27,7 @@ import mha_tt
 import mha_tt.plain
 import ttnn_mock
 from mha_spec import AttentionSpec
-from mha_tt.layout import TILE, padded_features, slots_of
+from mha_tt.layout import TILE, feature_indices_of, padded_features
 from parity.measure.backends.port import FilledModule, Shapes, kind_of, kind_of_tutorial
 from parity.measure.core.case import Case
 from parity.measure.core.problem import Problem
@@ -141,7 +141,9 @@ def spec_of(module: Any) -> AttentionSpec:
 
 def weights_of(module: Any) -> Weights:
     """Return the canonical weights of a module of `mha_tt`, bit for bit; bfloat8_b as bfloat16."""
-    weights = mha_tt.download_weights(module.weights, module.full_spec, heads=module.heads)
+    weights = mha_tt.download_weights(
+        module.weights, module.full_spec, heads_axis=module.heads_axis
+    )
     if module.weight_dtype != ttnn.float32:
         weights = {name: weight.astype(ml_dtypes.bfloat16) for name, weight in weights.items()}
     return weights
@@ -198,16 +200,16 @@ class Padded(Shapes):
     def padded(self, x: np.ndarray, projection: str) -> np.ndarray:
         """Return heads with padded features, as after a projection."""
         padded = np.zeros((*x.shape[:-1], padded_features(projection, self.spec)), x.dtype)
-        padded[..., slots_of(projection, self.spec)] = x
+        padded[..., feature_indices_of(projection, self.spec)] = x
         return padded
 
     def real(self, padded: np.ndarray, projection: str) -> np.ndarray:
         """Return heads without padded features, which must be 0."""
-        slots = slots_of(projection, self.spec)
-        heads = padded[..., slots]
+        indices = feature_indices_of(projection, self.spec)
+        heads = padded[..., indices]
         # Kernels may make the padding of a NaN token infinite: then its features are lost anyway.
         is_lost = ~np.isfinite(heads).any(axis=-1)
-        if np.delete(padded, slots, axis=-1)[~is_lost].any():
+        if np.delete(padded, indices, axis=-1)[~is_lost].any():
             raise InputError("features that pad a head", "be 0", f"others in {padded.shape}")
         return heads
 

@@ -208,13 +208,13 @@ def rejected(mesh):
     def said_by(spec=None, heads=1, on=mesh, twice=False, layer=None):
         spec = AttentionSpec(64, 8) if spec is None else spec
         layer = mha_tt.MultiHeadAttention(spec, device=mesh) if layer is None else layer
-        before = (layer.weights, layer.spec, layer.heads)
+        before = (layer.weights, layer.spec, layer.heads_axis)
         if twice:
             parallel.shard(layer, on, heads=heads)
         said = told(lambda: parallel.shard(layer, on, heads=heads))
         return (
             said
-            if twice or before == (layer.weights, layer.spec, layer.heads)
+            if twice or before == (layer.weights, layer.spec, layer.heads_axis)
             else "it was changed"
         )
 

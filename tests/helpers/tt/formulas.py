@@ -204,8 +204,8 @@ def without_padding(output: np.ndarray, spec: parity.AttentionSpec) -> np.ndarra
     """Return the output of a layer, without the padding of heads if no projection follows."""
     if spec.out_proj:
         return output
-    slots = mha_tt.head_slots(spec.head_dim, rope=spec.rope)
-    return output.reshape(*output.shape[:2], spec.num_heads, -1)[..., slots].reshape(
+    indices = mha_tt.feature_indices(spec.head_dim, rope=spec.rope)
+    return output.reshape(*output.shape[:2], spec.num_heads, -1)[..., indices].reshape(
         *output.shape[:2], -1
     )
 

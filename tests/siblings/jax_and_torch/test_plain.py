@@ -1,4 +1,6 @@
-"""Gradients of the tutorial, `plain.py`, in JAX and PyTorch: TTNN has none."""
+"""The tutorial, `plain.py`, in JAX and PyTorch: its gradients, and devices of masks. TTNN has
+neither.
+"""
 
 import jax
 import numpy as np
@@ -46,3 +48,10 @@ def test_tutorial_gradients_are_finite(gradients_of, rng):
     assert np.array_equal(np.all(query == 0.0, axis=-1), MASK.all(axis=-1)[:, 0])
     assert np.array_equal(np.all(value == 0.0, axis=-1), MASK.all(axis=-2)[:, 0])
     assert np.all(key[:, 3] == 0.0)
+
+
+def test_tutorial_mask_is_where_lengths_are():
+    """Without a device, the mask of PyTorch lies on the device of the lengths."""
+    lengths = torch.tensor([1, 2], device="meta")
+    mask = mha_torch.plain.create_attention_mask(2, is_causal=True, key_padding_lengths=lengths)
+    assert mask.device == lengths.device

@@ -128,7 +128,7 @@ def test_shared_keys_without_tokens_raise(device):
 
 def real_slots(slots, spec, lengths):
     """Return the filled slots without the padding of heads: (tokens of all sequences, K, H)."""
-    features = mha_tt.head_slots(spec.head_dim, rope=spec.rope)
+    features = mha_tt.feature_indices(spec.head_dim, rope=spec.rope)
     is_filled = np.arange(slots.shape[2]) < np.asarray(lengths)[:, None]
     return slots.swapaxes(1, 2)[is_filled][..., features]
 

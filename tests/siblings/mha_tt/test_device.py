@@ -536,23 +536,23 @@ def test_padded_head_dim_is_whole_tiles(head_dim, plain, rope):
         (5, parity.Rope(rotary_dim=2, pairs="interleaved"), [0, 32, 1, 2, 33]),
     ],
 )
-def test_head_slots_locate_features(head_dim, rope, expected):
-    """head_slots lists the slot of each feature: half-split, interleaved or partly rotated
+def test_feature_indices_of_each_rope(head_dim, rope, expected):
+    """feature_indices lists the index of each feature: half-split, interleaved or partly rotated
     heads.
     """
-    assert mha_tt.head_slots(head_dim, rope=rope).tolist() == expected
+    assert mha_tt.feature_indices(head_dim, rope=rope).tolist() == expected
 
 
-def test_head_slots_reject_boolean_rope():
-    """head_slots rejects rope=True: it expects the Rope itself."""
+def test_feature_indices_reject_true():
+    """feature_indices rejects rope=True: it expects the Rope itself."""
     with rejects_type("rope", rope=True):
-        mha_tt.head_slots(16, rope=True)
+        mha_tt.feature_indices(16, rope=True)
 
 
-def test_head_slots_reject_odd_rope_dim():
-    """head_slots rejects RoPE with an odd head_dim, which has no halves."""
+def test_feature_indices_reject_odd_width():
+    """feature_indices rejects RoPE with an odd head_dim, which has no halves."""
     with rejects("head_dim", head_dim=3):
-        mha_tt.head_slots(3, rope=parity.Rope())
+        mha_tt.feature_indices(3, rope=parity.Rope())
 
 
 SPECS = {
@@ -606,21 +606,21 @@ def test_sinks_and_relative_bias_round_trip(device):
     )
 
 
-def padded(weights, heads, head_dim, slots, width):
+def padded(weights, heads, head_dim, indices, width):
     """(heads * H, …) with zeros between the features of each head, written one feature at a
     time.
     """
     rows = np.zeros((heads * width, *weights.shape[1:]), np.float32)
     for head in range(heads):
-        for feature, slot in enumerate(slots):
-            rows[head * width + slot] = weights[head * head_dim + feature]
+        for feature, index in enumerate(indices):
+            rows[head * width + index] = weights[head * head_dim + feature]
     return rows
 
 
 @with_and_without_rope
 @every_spec
 def test_heads_are_padded_with_zeros(device, spec, rope):
-    """Each feature of a head lies at its slot of head_slots, and all other slots are 0."""
+    """Each feature of a head lies at its index of feature_indices; all other features are 0."""
     weights = parity.random_weights(spec)
     held = mha_tt.upload_weights(
         weights, replace(spec, rope=rope), device=device, dtype=ttnn.float32
@@ -628,7 +628,7 @@ def test_heads_are_padded_with_zeros(device, spec, rope):
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
     layout = (
         spec.head_dim,
-        mha_tt.head_slots(spec.head_dim, rope=rope),
+        mha_tt.feature_indices(spec.head_dim, rope=rope),
         mha_tt.padded_head_dim(spec.head_dim, rope=rope is not None),
     )
     expected = {"out_proj.bias": weights["out_proj.bias"][None]}

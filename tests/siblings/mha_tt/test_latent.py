@@ -19,7 +19,7 @@ from helpers.tt.formulas import (
 import mha_tt
 import parity
 from mha_spec import Latent
-from mha_tt.layout import padded_features, slots_of
+from mha_tt.layout import feature_indices_of, padded_features
 
 KERNEL = "ttnn.transformer.scaled_dot_product_attention"
 
@@ -105,9 +105,13 @@ def test_blocks_of_a_head_begin_at_tiles():
     """Each block of a head begins at a tile, and its rotated pairs are a tile apart."""
     # A head's own 38 features take 64 slots; 3 shared pairs begin there, their second features one
     # tile later.
-    assert slots_of("q_b_proj", TWO_LATENTS).tolist() == [*range(38), 64, 65, 66, 96, 97, 98]
-    assert slots_of("kv_a_proj", TWO_LATENTS).tolist() == [*range(70), 96, 97, 98, 128, 129, 130]
-    assert slots_of("kv_b_proj", TWO_LATENTS).tolist() == [*range(38), *range(64, 104)]
+    expected = {
+        "q_b_proj": [*range(38), 64, 65, 66, 96, 97, 98],
+        "kv_a_proj": [*range(70), 96, 97, 98, 128, 129, 130],
+        "kv_b_proj": [*range(38), *range(64, 104)],
+    }
+    found = {name: feature_indices_of(name, TWO_LATENTS).tolist() for name in expected}
+    assert found == expected
     features = {
         name: padded_features(name, TWO_LATENTS) for name in ("q_b_proj", "kv_a_proj", "v_proj")
     }

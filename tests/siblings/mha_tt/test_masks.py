@@ -113,22 +113,22 @@ def test_hidden_form_spares_empty_rows(device):
     np.testing.assert_array_equal(hidden, expected)
 
 
-def test_keep_is_zero_in_empty_rows(device):
-    """The form `keep` is 0 in rows without a visible key, and 1 in all others."""
-    keep = mha_tt.download(mha_tt.DeviceMask(MASK, device=device).keep)
-    assert keep[..., 0].tolist() == [[[1, 0, 1]], [[1, 1, 1]]]
+def test_rows_with_keys_marks_empty_rows(device):
+    """`rows_with_keys` is 0 in rows without a visible key, and 1 in all others."""
+    rows_with_keys = mha_tt.download(mha_tt.DeviceMask(MASK, device=device).rows_with_keys)
+    assert rows_with_keys[..., 0].tolist() == [[[1, 0, 1]], [[1, 1, 1]]]
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_keep_is_absent_without_empty_rows(device, name):
-    """The form `keep` is None if every row has a visible key."""
-    assert mha_tt.DeviceMask(CAUSAL[name], device=device).keep is None
+def test_rows_with_keys_may_be_absent(device, name):
+    """`rows_with_keys` is None if every row has a visible key."""
+    assert mha_tt.DeviceMask(CAUSAL[name], device=device).rows_with_keys is None
 
 
-def test_keep_broadcasts_over_all_keys(device):
-    """For a mask of shape (T, 1), `keep` is 0 in rows that hide all keys."""
-    keep = mha_tt.download(mha_tt.DeviceMask(np.array([[False], [True]]), device=device).keep)
-    assert keep.tolist() == [[[[1], [0]]]]
+def test_rows_with_keys_broadcasts_to_keys(device):
+    """For a mask of shape (T, 1), `rows_with_keys` is 0 in rows that hide all keys."""
+    mask = mha_tt.DeviceMask(np.array([[False], [True]]), device=device)
+    assert mha_tt.download(mask.rows_with_keys).tolist() == [[[[1], [0]]]]
 
 
 def test_additive_form_spares_empty_rows(device):
@@ -183,9 +183,9 @@ def test_masked_value_survives_any_dtype():
     assert max(masked for _, masked in converted) <= 0.99 * MASKED
 
 
-@pytest.mark.parametrize("form", ["hidden", "keep"])
+@pytest.mark.parametrize("form", ["hidden", "rows_with_keys"])
 def test_device_mask_form_is_uploaded_once(device, uploads, form):
-    """Repeated use of `hidden` or `keep` uploads one array."""
+    """Repeated use of `hidden` or `rows_with_keys` uploads one array."""
     mask = mha_tt.DeviceMask(MASK, device=device)
     assert getattr(mask, form) is getattr(mask, form)
     assert len(uploads) == 1
@@ -251,7 +251,7 @@ def test_lazy_causal_mask_joins_bias(device):
 def test_lazy_causal_mask_allocates_no_table(device):
     """A lazy causal mask of 2^20 tokens, whose table would have 2^40 elements, can be created."""
     mask = CausalMask(2**20, device=device)  # its table would have 2^40 elements
-    assert (mask.is_causal, mask.shape, mask.keep) == (True, (1, 1, 2**20, 2**20), None)
+    assert (mask.is_causal, mask.shape, mask.rows_with_keys) == (True, (1, 1, 2**20, 2**20), None)
 
 
 @pytest.mark.parametrize(("seq_len", "error"), [(-1, ValueError), (2.0, TypeError)])

@@ -864,7 +864,7 @@ def test_lazy_causal_mask_equals_table(device, seq_len):
     assert late.is_causal
     assert early.is_causal
     assert late.shape == early.shape
-    assert late.keep is None
+    assert late.rows_with_keys is None
     assert np.array_equal(mha_tt.download(late.hidden), mha_tt.download(early.hidden))
 
 

@@ -39,7 +39,7 @@ from mha_tt.decode.slots import as_cached
 from mha_tt.device import upload
 from mha_tt.features import latent, norms, rope, temperature
 from mha_tt.kernels import fused
-from mha_tt.layout import TILE, head_slots, padded_head_dim, round_up
+from mha_tt.layout import TILE, feature_indices, padded_head_dim, round_up
 from mha_tt.masks import MASKED, on_host
 from parity import CASES, AttentionSpec, Case, Rope, make_problem, run_cases
 from parity_lab.selftest import inject
@@ -189,8 +189,8 @@ def of_interleaved_pairs(rotate, rotation, x):
     order.
     """
     size, padded = CASES["rope"].spec.head_dim, x.shape[3]
-    slots, order = head_slots(size, rope=Rope()), np.zeros((1, 1, padded, padded))
-    order[..., slots[[*range(0, size, 2), *range(1, size, 2)]], slots] = 1
+    indices, order = feature_indices(size, rope=Rope()), np.zeros((1, 1, padded, padded))
+    order[..., indices[[*range(0, size, 2), *range(1, size, 2)]], indices] = 1
     order = upload(order, device=x.device(), dtype=x.dtype)
     return ttnn.matmul(rotate(rotation, ttnn.matmul(x, order)), order, transpose_b=True)
 
@@ -225,7 +225,7 @@ def refilled(tokens: Callable[[Any, int, int], Any]) -> Override:
     first:last].
     """
 
-    def append_checked(original, cache, new, added):
+    def append_unchecked(original, cache, new, added):
         before, after = cache.lengths, original(cache, new, added)
         to_next_tile = -before % TILE
         for b in np.flatnonzero(added > to_next_tile) if new[0].shape[2] > 1 else ():
@@ -235,7 +235,7 @@ def refilled(tokens: Callable[[Any, int, int], Any]) -> Override:
                 ttnn.fill_cache(slots, again, int(b), update_idx=int(before[b]) + first)
         return after
 
-    return append_checked
+    return append_unchecked
 
 
 def attending_to(hides: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
@@ -301,7 +301,7 @@ MUTATIONS = {
         "full", "fused.output", fused.FusedAttention, "__call__", without_spec
     ),
     "scale of the padded head, step": one(
-        "decode", "step1.module.output", fused.attend_to_checked, step_without_spec
+        "decode", "step1.module.output", fused.attend_to_cache_unchecked, step_without_spec
     ),
     # ---- Projections and heads
     "no bias of q": without_bias("q_proj", "q"),
@@ -394,7 +394,10 @@ MUTATIONS = {
         of_first_only(lambda f, x, *inputs, **o: f(x, *inputs, **o)),
     ),
     "features that pad a head are counted": one(
-        "qk-norm", "q", norms.apply_norm, lambda f, *inputs, slots, **o: f(*inputs, slots=None, **o)
+        "qk-norm",
+        "q",
+        norms.apply_norm,
+        lambda f, *inputs, feature_indices, **o: f(*inputs, feature_indices=None, **o),
     ),
     "norm over the width ignores its weight": one(
         "norm-width",
@@ -421,7 +424,7 @@ MUTATIONS = {
         "value-head-dim",
         "v",
         norms.apply_norm,
-        lambda f, *inputs, slots, **o: f(*inputs, slots=None, **o),
+        lambda f, *inputs, feature_indices, **o: f(*inputs, feature_indices=None, **o),
     ),
     "ALiBi from the next key": at(
         "alibi",
@@ -490,19 +493,19 @@ MUTATIONS = {
     "step sees the next slot": one(
         "decode",
         "step1.module.output",
-        fused.attend_to_checked,
+        fused.attend_to_cache_unchecked,
         seeing_up_to(lambda last: last + 1),
     ),
     "step does not see its own slot": one(
         "decode",
         "step1.module.output",
-        fused.attend_to_checked,
+        fused.attend_to_cache_unchecked,
         seeing_up_to(lambda last: last - 1),
     ),
     "step of one sequence sees what another does": one(
         "ragged",
         "step1.module.output",
-        fused.attend_to_checked,
+        fused.attend_to_cache_unchecked,
         seeing_up_to(lambda last: 0 * last + last.max()),
     ),
     "table of RoPE one position late": at(
@@ -554,7 +557,7 @@ MUTATIONS = {
     "rows up to the next tile written again in tiles": one(
         "tiles",
         "step1.cache.keys",
-        caches.append_checked,
+        caches.append_unchecked,
         refilled(lambda x, first, last: x[:, :, : last - first]),
     ),
     "tiles one tile late": at(
@@ -599,7 +602,7 @@ MUTATIONS = {
     "padding cached, tiles": one(
         "ragged-tiles",
         "step0.cache.keys",
-        caches.append_checked,
+        caches.append_unchecked,
         refilled(lambda x, first, last: x[:, :, first:]),
     ),
     "output of padding is not zero": one(

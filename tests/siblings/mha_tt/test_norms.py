@@ -37,8 +37,8 @@ def test_padding_of_heads_is_not_normalized(device, rng, norm, rope):
     0.
     """
     heads, size = 3, 12
-    slots, padded = (
-        mha_tt.head_slots(size, rope=rope),
+    indices, padded = (
+        mha_tt.feature_indices(size, rope=rope),
         mha_tt.padded_head_dim(size, rope=rope is not None),
     )
     x = rng.standard_normal((2, heads, 5, size)).astype(np.float32) + 1
@@ -49,17 +49,19 @@ def test_padding_of_heads_is_not_normalized(device, rng, norm, rope):
 
     def uploaded(array):
         wide = np.zeros((*array.shape[:-1], padded), np.float32)
-        wide[..., slots] = array
+        wide[..., indices] = array
         wide = wide[None, :, None] if array.ndim == 2 else wide[None] if array.ndim == 1 else wide
         return mha_tt.upload(wide, device=device, dtype=ttnn.float32)
 
     parameters = {name: uploaded(array) for name, array in held.items()}
-    found = mha_tt.download(mha_tt.apply_norm(uploaded(x), norm, **parameters, slots=slots))
+    found = mha_tt.download(
+        mha_tt.apply_norm(uploaded(x), norm, **parameters, feature_indices=indices)
+    )
     expected = exact(
         x, norm, *(array[:, None] if array.ndim == 2 else array for array in held.values())
     )
-    assert_close(found[..., slots], expected, ttnn.float32)
-    assert not np.delete(found, slots, axis=-1).any()
+    assert_close(found[..., indices], expected, ttnn.float32)
+    assert not np.delete(found, indices, axis=-1).any()
 
 
 def test_norm_of_empty_tensor_is_empty(device):

@@ -1,4 +1,4 @@
-"""Caches in pages: bit-identical to caches without pages, wherever the pages are."""
+"""Paged caches: bit-identical to caches without pages, wherever the pages are."""
 
 from dataclasses import replace
 
@@ -63,9 +63,7 @@ def in_slots(cache):
     ("name", "page_size"), [*((name, 32) for name in LAYERS), ("many heads", 64)]
 )
 def test_pages_match_slots(device, name, page_size):
-    """Outputs, lengths and contents of a cache in pages equal a cache in slots, bit for
-    bit.
-    """
+    """Outputs, lengths and contents of a paged cache equal a cache in slots, bit for bit."""
     module, slots, pages = made(device, LAYERS[name], page_size=page_size)
     expected, slots = run(module, slots)
     found, pages = run(module, pages)
@@ -76,13 +74,13 @@ def test_pages_match_slots(device, name, page_size):
 
 @pytest.mark.board
 def test_bfloat8_b_pages_match_slots(device):
-    """Outputs with a bfloat8_b cache in pages equal the outputs with one in slots, bit for bit."""
+    """Outputs with a paged bfloat8_b cache equal the outputs with one in slots, bit for bit."""
     module, slots, pages = made(device, LAYERS["many heads"], ttnn.bfloat8_b)
     assert all(map(np.array_equal, run(module, pages)[0], run(module, slots)[0]))
 
 
 def test_mask_over_pages_is_indexed_by_slot(device):
-    """A mask applies to the slots of a cache in pages, wherever the pages are."""
+    """A mask applies to the slots of a paged cache, wherever the pages are."""
     mask = np.random.default_rng(1).random((1, 1, 1, CAPACITY)) < 0.3
     module, slots, pages = made(device, LAYERS["many heads"])
     assert all(
@@ -91,7 +89,7 @@ def test_mask_over_pages_is_indexed_by_slot(device):
 
 
 def test_pages_match_reference(device):
-    """Outputs with a cache in pages match the formulas within the tolerance of bfloat16."""
+    """Outputs with a paged cache match the formulas within the tolerance of bfloat16."""
     spec = LAYERS["many heads"]
     module, _, cache = made(device, spec)
     x = np.random.default_rng(0).standard_normal((3, 70, 64))
@@ -136,9 +134,7 @@ BETWEEN = {
 
 @pytest.mark.parametrize("name", BETWEEN)
 def test_changed_pages_match_changed_slots(device, name):
-    """After reordering, cropping, growing or repeating once, a cache in pages equals one in
-    slots.
-    """
+    """After reordering, cropping, growing or repeating once, a paged cache equals one in slots."""
     module, slots, pages = made(device, LAYERS["many heads"])
     expected, slots = run(module, slots, BETWEEN[name])
     found, pages = run(module, pages, BETWEEN[name])
@@ -170,8 +166,8 @@ def test_swapped_pages_change_outputs(device):
 
 
 def test_copied_pages_have_their_own_storage(device):
-    """A copy of a cache in pages keeps its contents during steps from the cache, and continues like
-    it.
+    """A copy of a paged cache keeps its contents during steps from the cache, and continues
+    like it.
     """
     module, _, pages = made(device, LAYERS["many heads"])
     _, cache = module(tokens(device, 40), pages)

@@ -24,7 +24,7 @@ def rotated(device, x, positions, theta=10000.0, *, dtype=ttnn.float32, **option
 def padded_heads(x):
     """Return heads padded as on the device, with each half beginning at a tile."""
     padded = np.zeros((*x.shape[:3], mha_tt.padded_head_dim(x.shape[3], rope=True)), x.dtype)
-    padded[..., mha_tt.head_slots(x.shape[3], rope=parity.Rope())] = x
+    padded[..., mha_tt.feature_indices(x.shape[3], rope=parity.Rope())] = x
     return padded
 
 
@@ -118,7 +118,7 @@ def test_padded_head_rotates_like_bare_one(device, rng, head_dim, dtype):
     x, positions = rounded(rng.standard_normal((2, 3, 5, head_dim)), dtype), np.arange(5)[None] + 7
     padded = rotated(device, padded_heads(x), positions, dtype=dtype, head_dim=head_dim)
     bare = rotated(device, x, positions, dtype=dtype)
-    assert np.array_equal(padded[..., mha_tt.head_slots(head_dim, rope=parity.Rope())], bare)
+    assert np.array_equal(padded[..., mha_tt.feature_indices(head_dim, rope=parity.Rope())], bare)
 
 
 @pytest.mark.parametrize("head_dim", [2, 12, 48, 80])
@@ -126,7 +126,8 @@ def test_padding_of_heads_stays_zero_in_rope(device, rng, head_dim):
     """The padding of a head remains exactly 0."""
     x = rng.standard_normal((2, 3, 5, head_dim)).astype(np.float32)
     padded = rotated(device, padded_heads(x), np.arange(5)[None], head_dim=head_dim)
-    assert not np.delete(padded, mha_tt.head_slots(head_dim, rope=parity.Rope()), axis=-1).any()
+    indices = mha_tt.feature_indices(head_dim, rope=parity.Rope())
+    assert not np.delete(padded, indices, axis=-1).any()
 
 
 # ---- Kinds ---------------------------------------------------------------------------------------
@@ -170,19 +171,19 @@ def rotated_on_paper(x, positions, rope):
 @both_dtypes
 @pytest.mark.parametrize("kind", KINDS)
 def test_rope_kinds_match_formula(device, rng, kind, dtype):
-    """Each kind of RoPE rotates heads in the order of head_slots as the formula does, and keeps
-    padding 0.
+    """Each kind of RoPE rotates heads in the order of feature_indices as the formula does, and
+    keeps padding 0.
     """
     rope, x = KINDS[kind], rounded(rng.standard_normal((2, 3, 5, 12)), dtype)
     positions = rng.integers(0, 12, (3 if rope.sections else 1, 2, 5))
     padded = np.zeros((2, 3, 5, mha_tt.padded_head_dim(12, rope=True)), x.dtype)
-    slots = mha_tt.head_slots(12, rope=rope)
-    padded[..., slots] = x
+    indices = mha_tt.feature_indices(12, rope=rope)
+    padded[..., indices] = x
     heads = mha_tt.upload(padded, device=device, dtype=dtype)
     given = positions if rope.sections else positions[0]
     found = mha_tt.download(mha_tt.apply_rope(heads, given, rope, head_dim=12))
-    assert_close(found[..., slots], rotated_on_paper(x, positions, rope), dtype)
-    assert not np.delete(found, slots, axis=-1).any()
+    assert_close(found[..., indices], rotated_on_paper(x, positions, rope), dtype)
+    assert not np.delete(found, indices, axis=-1).any()
 
 
 @pytest.mark.parametrize("kind", ["neighbours", "the last features"])

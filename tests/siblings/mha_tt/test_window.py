@@ -85,7 +85,7 @@ def test_lazy_window_mask_matches_its_table(device, window_size):
         mha_tt.create_sliding_window_mask(40, window_size=window_size), device=device
     )
     late = CausalMask(40, window_size, device=device)
-    assert (late.shape, late.window_size, late.keep, late.real_keys) == (
+    assert (late.shape, late.window_size, late.rows_with_keys, late.real_keys) == (
         table.shape,
         window_size,
         None,
