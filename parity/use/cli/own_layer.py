@@ -238,9 +238,9 @@ def _cotangent(options: Options, spec: AttentionSpec, tokens: tuple[int, int]) -
 
     cotangent = input_array("--cotangent", read_array(options.cotangent), spec.output_width)
     if cotangent.shape[:2] != tokens:
-        needed = f"{tokens[0]} sequences of {tokens[1]} tokens"
-        found = f"{cotangent.shape[0]} of {cotangent.shape[1]}"
-        raise refusal("--cotangent", f"have {needed}, as --input", found)
+        rule = f"have {tokens[0]} sequences of {tokens[1]} tokens, as --input"
+        sizes = f"{cotangent.shape[0]} of {cotangent.shape[1]}"
+        raise refusal("--cotangent", rule, sizes)
     return cotangent
 
 
