@@ -1,5 +1,5 @@
-"""Known bugs that are injected into the implementations, written by hand: one for each page of
-`parity/bugs`.
+"""Known bugs that are injected into the implementations, written by hand: at least one for each
+page of `parity/bugs`.
 
 They share no code with the records that inject the same bugs into the reference, so that one tests
 the other.
@@ -191,6 +191,12 @@ def _axes_swapped(positions: Any) -> Any:
 
 def _restarted(positions: Any) -> Any:
     return positions - positions[:, :1]
+
+
+def _running_on(positions: Any) -> Any:
+    """Return the positions 0, 1, … in every row, of torch or JAX."""
+    ones = positions * 0 + 1
+    return ones.cumsum(-1) - 1
 
 
 def _by_rope(change: Callable[[Rope], Rope]) -> Injection:
@@ -448,6 +454,11 @@ def _as_the_formula(plan: Plan, *_: Any) -> Any:
     return attend
 
 
+def _read_as_zeros(_: Plan, append: Any, cache: Any, k: Any, v: Any, **new: Any) -> Any:
+    grown = append(cache, k, v, **new)
+    return replace(grown, keys=grown.keys * 0.0, values=grown.values * 0.0)
+
+
 def _keys_as_values(_: Plan, append: Any, cache: Any, k: Any, v: Any, **new: Any) -> Any:
     return append(cache, k, k, **new)
 
@@ -571,6 +582,7 @@ INJECTIONS: dict[str, Injection] = {
     "rope-attention-factor-missing": _by_rope(_without_attention_factor),
     "rope-whole-head": _by_rope(_of_whole_head),
     "rope-sections-axes-swapped": _at_positions(_axes_swapped),
+    "rope-positions-run-on": _at_positions(_running_on),
     "cache-position-restarted": _at_positions(_restarted),
     "temperature-ignored": breaking(apply_temperature=_first_input),
     "shared-kv-rotated-again": breaking(project_qkv=_rotated_again),
@@ -606,6 +618,7 @@ INJECTIONS: dict[str, Injection] = {
     "residual-added": breaking(project_with=_with_residual),
     "out-proj-missing": breaking(project_with=_without_out_proj),
     "cache-keys-as-values": breaking(append_to_cache=_keys_as_values),
+    "cache-empty": breaking(append_to_cache=_read_as_zeros),
     "cache-scale-missing": breaking(append_unchecked=_appended_without_scales),
     "grad-stopped-at-k": breaking(project_qkv=_keys_stopped),
     "grad-group-not-summed": breaking(repeat_kv_heads=_first_of_group),

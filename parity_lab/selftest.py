@@ -1,8 +1,8 @@
 """Test of the harness: known bugs are injected into an implementation, and each must be detected
 and identified.
 
-`parity_lab.injections` has one for each page of `parity/bugs`. They change the implementations' own
-functions, in their frameworks, or the weights.
+`parity_lab.injections` has at least one for each page of `parity/bugs`. They change the
+implementations' own functions, in their frameworks, or the weights.
 """
 
 from __future__ import annotations
@@ -399,6 +399,7 @@ SELFTEST_CASES = [
         capacity=8,
         cache_quantization=CacheQuantization("int8", "token_head"),
     ),
+    CASES["packed"],
 ]
 SELFTEST_CASES += cases_of_other_records(SELFTEST_CASES)
 """Cases for injected bugs: three different specifications, a window, a cache, trained layers, and

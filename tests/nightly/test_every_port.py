@@ -18,7 +18,7 @@ from wild.accepted import ACCEPTED
 from wild.audit import is_right, measured
 from wild.how import How
 from wild.rates import Job, first_said, grade_of, is_caught, is_clean, is_located, jobs, verdict_on
-from wild.records import STYLES, Right, half, port_of
+from wild.records import STYLES, WITH_THE_CATALOGUE, Right, half, port_of
 from wild.sets import BUGS, CASES, RIGHTS
 
 from parity.explain.diagnosis.bugs import bugs_for, page_by_bug
@@ -36,15 +36,18 @@ def style(request):
 
 
 def test_sets_of_ports_are_large_enough():
-    """There are at least 500 right and 280 wrong ports, in 9 styles, about half of each known."""
+    """There are at least 500 right and 280 wrong ports, in 9 styles, and about half of those are
+    known that were written without looking at the known bugs.
+    """
     assert len(RIGHTS) >= 500
     assert len(BUGS) >= 280
     by_style = Counter(bug.style for bug in BUGS.values())
     assert len(STYLES) >= 9
     assert sum(number >= 25 for number in by_style.values()) >= 6
     for ids in (RIGHTS, BUGS):
-        known = sum(half(each) == "known" for each in ids)
-        assert 0.4 < known / len(ids) < 0.6
+        split = [each for each in ids if not each.startswith(WITH_THE_CATALOGUE)]
+        known = sum(half(each) == "known" for each in split)
+        assert 0.4 < known / len(split) < 0.6
 
 
 def test_bugs_are_where_records_say(style):
@@ -141,7 +144,7 @@ def test_verdict_of_bug_and_of_right_port():
 
 def test_every_bug_has_its_accepted_names():
     """Each bug has accepted names, all of them in the catalog."""
-    assert list(ACCEPTED) == list(BUGS)
+    assert ACCEPTED.keys() == BUGS.keys()
     assert set().union(*ACCEPTED.values()) <= page_by_bug().keys()
 
 

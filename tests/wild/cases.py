@@ -39,6 +39,8 @@ LEFT_PADDING = np.array([2, 0, 4])
 LEFT = {"batch": 3, "seq_len": 10, "chunks": (6, 1, 1, 1, 1), "capacity": 10,
         "mask": np.broadcast_to((np.arange(10) < LEFT_PADDING[:, None])[:, None, None], (3, 1, 10, 10)).copy(),
         "position_ids": np.maximum(np.arange(10) - LEFT_PADDING[:, None], 0)}  # fmt: skip
+PACKED = {"seq_len": 11, "segment_ids": ((0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1), (0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2)),
+          **CAUSAL}  # fmt: skip
 SHORT = {"seq_len": 9, "chunks": (5, 1, 1, 2), "capacity": 9}
 STEPS = {"seq_len": 7, "chunks": (4, 1, 1, 1), "capacity": 10}
 
@@ -105,9 +107,12 @@ LAYERS = {
     "decode-mqa": (replace(LLAMA, num_kv_heads=1, qkv_bias=True), {**STEPS, "seq_len": 5, "chunks": (2, 2, 1)}),
     "serve": (LLAMA, SERVED),
     "serve-window": (replace(LLAMA, window_size=4), SERVED),
+    "serve-loud": (LLAMA, {**SERVED, "gain": 8000.0}),
     "serve-chunks": (LLAMA, CHUNKED),
     "serve-chunks-window": (replace(LLAMA, window_size=6), CHUNKED),
     "left": (LLAMA, LEFT),
+    "packed": (LLAMA, PACKED),
+    "packed-mha": (replace(LLAMA, num_kv_heads=4, qkv_bias=True), PACKED),
     "ring": (replace(LLAMA, window_size=4),
              {"seq_len": 16, "chunks": (3, 1, 1, 1, 1, 3, 1, 1, 1, 3), "capacity": 16}),
     "ring-six": (replace(LLAMA, window_size=6),

@@ -122,7 +122,7 @@ class Bug:
         return RECORDINGS["output" if output_only else self.recording](self.recorded(), self.problem)
 
 
-WITH_THE_CATALOGUE = ("serve", "ring", "left", "quantized")
+WITH_THE_CATALOGUE = ("serve", "ring", "left", "packed", "quantized")
 """Styles that were written together with the bugs of the catalogue that name theirs."""
 
 

@@ -514,8 +514,11 @@ def observe(
         function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv),
             or with `shared_kv` the k and v of another layer, (B, K, S, H). It has its own weights
             and masks, and returns the output, or (output, attention weights), or stages by name.
-            If tokens arrive in chunks, it is called once for each chunk (B, chunk, d_in), with the
-            cache that its previous call returned, see `parameter_of_cache`.
+            A parameter `cotangent` receives the gradient of the output, (B, T, E), for the
+            gradients of sum(output * cotangent) that it returns: `grad.query`,
+            `grad.q_proj.weight`. If tokens arrive in chunks, it is called once for each chunk
+            (B, chunk, d_in), with the cache that its previous call returned, see
+            `parameter_of_cache`.
         problem: the case and its inputs.
         framework: framework of the function's arrays, `torch`, `jax` or `ttnn`.
 
@@ -540,7 +543,11 @@ def observe(
         else:
             names = [name for name in ("query", "key", "k", "v") if name in problem.inputs]
             arrays = [backend.from_numpy(problem.inputs[name]) for name in names]
-            result = _called(function, arrays, {})
+            keywords = {}
+            name_of_cotangent = parameter_of_cotangent(function)
+            if name_of_cotangent:
+                keywords[name_of_cotangent] = backend.from_numpy(problem.inputs["cotangent"])
+            result = _called(function, arrays, keywords)
             stages = stages_of("the function's result", _stages_in(result), "output")
         stages = {name: np.array(x) for name, x in stages.items()}
     check_names("the function's result", [*stages], problem)
@@ -554,6 +561,19 @@ def parameter_of_cache(function: Callable[..., Any]) -> str:
     It is None in the first call, and then what the previous call returned as its second value. A
     function without such a parameter, for which this is empty, has its cache in itself.
     """
+    return _parameter_with(function, ("cache", "past"))
+
+
+def parameter_of_cotangent(function: Callable[..., Any]) -> str:
+    """Return the parameter of a function that receives the gradient of its output: the first whose
+    name contains `cotangent` or `grad_out`. A function without such a parameter, for which this is
+    empty, computes no gradients.
+    """
+    return _parameter_with(function, ("cotangent", "grad_out"))
+
+
+def _parameter_with(function: Callable[..., Any], parts: Sequence[str]) -> str:
+    """Return the first parameter of a function whose name has one of some parts; else ""."""
     # The signature of a torch module's call is the same for any module.
     call = getattr(function, "forward", function)
     try:
@@ -561,7 +581,7 @@ def parameter_of_cache(function: Callable[..., Any]) -> str:
     except (TypeError, ValueError):
         return ""
     for name in parameters:
-        if "cache" in name or "past" in name:
+        if any(part in name for part in parts):
             return name
     return ""
 

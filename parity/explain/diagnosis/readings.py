@@ -340,7 +340,8 @@ class _Reader:
         after_mask = self._after_mask(Reading("", x))
         if after_mask is None or after_mask.values is None or after_mask.masked is None:
             return
-        unscaled = after_mask.values / spec.score_scale
+        with np.errstate(over="ignore"):  # the lowest number of a dtype may be recorded
+            unscaled = after_mask.values / spec.score_scale
         values = np.where(after_mask.masked, self.expected, unscaled)
         yield f"{AFTER_MASK} and before the scale", values
 
@@ -374,7 +375,8 @@ class _Reader:
         cells = self._masked_cells(reading.values)
         if not cells.any():
             return None
-        values = np.where(cells, self.expected, reading.values).astype(reading.values.dtype)
+        with np.errstate(over="ignore"):  # scores may exceed the dtype in which they are recorded
+            values = np.where(cells, self.expected, reading.values).astype(reading.values.dtype)
         if self.unused is not None:
             cells = cells | self.unused
         return Reading(_joined(reading.words, AFTER_MASK), values, is_certain=True, masked=cells)
@@ -397,6 +399,9 @@ class _Reader:
         """
         lowest = self.expected.min(initial=0.0, where=np.isfinite(self.expected))
         cells = x <= min(MASKED, lowest - FAR_BELOW)
+        # Scores that overflow are -inf as well, where no mask hides a key.
+        if np.isposinf(x).any():
+            cells &= hidden
         others = x[~cells & ~np.isnan(x)]
         # Scores that are too large everywhere leave no such gap.
         is_apart = others.size > 0 and others.min() > 0.5 * x[cells].max(initial=-np.inf)

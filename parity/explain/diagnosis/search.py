@@ -641,12 +641,13 @@ class _Question:
         """Return True if more edits leave only rounding in the stage."""
         trial = self.trial
         edits = (*self.edits, *added)
+        first, *others = added
         # The budget of each edited layer is expensive; the budget of the right layer is close to
         # it. Not so for lost precision, but a bug that explains much less than nearly all may be
         # the loss in another part.
-        if trial.deviation(self.stage, edits, quick=True).ratio > FAR_OFF:
+        is_noise_known = not any(edit.has_more_noise for edit in added)
+        if is_noise_known and trial.deviation(self.stage, edits, quick=True).ratio > FAR_OFF:
             return False
-        first, *others = added
         if others and any(self._is_nearly_explained_by(edit) for edit in added):
             return False
         after = trial.deviation(self.stage, edits)

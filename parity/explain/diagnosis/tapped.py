@@ -69,6 +69,8 @@ class Sequences:
         chunks: number of real tokens of each call.
         values: recorded values of real tokens, joined over the calls, by the names of `VALUES`.
         caches: by call and name, the attended keys and values, if they differ from the calls' own.
+        caches_in_rows: by call and name, the keys and values of a cache that keeps the rows of its
+            sequences where beam search continues others; empty if it continues none.
         first_call: `keys` and `values` of the first call: of all sequences of the batch, padding
             included, as a quantized cache computes its scales.
         quantization: quantization of the cache; None if it stores keys and values as they are.
@@ -79,6 +81,7 @@ class Sequences:
     chunks: tuple[int, ...]
     values: dict[str, np.ndarray]
     caches: dict[tuple[int, str], np.ndarray]
+    caches_in_rows: dict[tuple[int, str], np.ndarray]
     first_call: dict[str, np.ndarray]
     quantization: CacheQuantization | None = None
 
@@ -170,11 +173,12 @@ class Sequences:
         if error_as_pairs <= error_as_halves:
             return self
         values = {**self.values, "q": q[..., to_pairs], "k": k[..., to_pairs]}
-        caches = dict(self.caches)
-        for (step, part), x in self.caches.items():
-            if part == "keys":
-                caches[step, part] = x[..., to_pairs]
-        return replace(self, values=values, caches=caches)
+        return replace(
+            self,
+            values=values,
+            caches=_with_features_of_keys(self.caches, to_pairs),
+            caches_in_rows=_with_features_of_keys(self.caches_in_rows, to_pairs),
+        )
 
     def unscaled(self, reference: Reference) -> Sequences:
         """Return the sequences with unscaled queries, if that is closer in size to the reference.
@@ -330,7 +334,7 @@ class Sequences:
         for name, x in self.values.items():
             values[name] = _taken(name, x, rows, tokens, is_cross=self.is_cross)
         of_prompt = replace(self, tokens=self.tokens[tokens], chunks=self.chunks[:1])
-        return replace(of_prompt, values=values, caches={}, quantization=None)
+        return replace(of_prompt, values=values, caches={}, caches_in_rows={}, quantization=None)
 
     def must_be_stepped(self, spec: AttentionSpec) -> bool:
         """Return True if all tokens at once give other results than call by call."""
@@ -342,6 +346,17 @@ class Sequences:
         if spec.rope is None:
             return False
         return isinstance(spec.rope.scaling, DynamicScaling | LongRopeScaling)
+
+
+def _with_features_of_keys(
+    caches: Mapping[tuple[int, str], np.ndarray], order: np.ndarray
+) -> dict[tuple[int, str], np.ndarray]:
+    """Return cached keys with their features in an order, and cached values."""
+    reordered = dict(caches)
+    for (step, part), x in caches.items():
+        if part == "keys":
+            reordered[step, part] = x[..., order]
+    return reordered
 
 
 def _are_distinct(positions: np.ndarray) -> bool:
@@ -408,6 +423,12 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
     return [_continued(calls) for calls in runs]
 
 
+IN_ROWS = "in_rows."
+"""The prefix of the keys and values of calls so far in the rows of one call: of the sequences that
+were in these rows, and not of those that beam search continues there.
+"""
+
+
 def _continued(calls: list[TappedCall]) -> list[TappedCall]:
     """Return the calls of the sequences that the last call continues, each in its row there.
 
@@ -417,8 +438,13 @@ def _continued(calls: list[TappedCall]) -> list[TappedCall]:
         return calls
     rows = np.arange(len(calls[-1].values["input"]))
     continued = []
-    for call in reversed(calls):
+    for step in reversed(range(len(calls))):
+        call = calls[step]
         values = {name: _rows_of(name, x, rows) for name, x in call.values.items()}
+        for name, part in CACHED_PARTS.items():
+            so_far = [earlier.values.get(name) for earlier in calls[: step + 1]]
+            if f"cache.{part}" in call.values and all(x is not None for x in so_far):
+                values[IN_ROWS + part] = np.concatenate([x[rows] for x in so_far], axis=2)
         continued.append(replace(call, values=values))
         if call.continued_rows is not None:
             rows = np.array(call.continued_rows)[rows]
@@ -442,10 +468,13 @@ def _by_padding(calls: list[TappedCall]) -> list[Sequences]:
     joined = _joined_values(calls, sum(lengths))
     is_cross = "key_input" in joined
     caches = {}
+    caches_in_rows = {}
     for step, call in enumerate(calls):
         for name, part in CACHED_PARTS.items():
             if f"cache.{part}" in call.values:
                 caches[step, part] = _cache(call, joined, name)
+            if IN_ROWS + part in call.values:
+                caches_in_rows[step, part] = call.values[IN_ROWS + part]
     first_call = {}
     if {"k", "v"} <= calls[0].values.keys():
         first_call = {part: calls[0].values[name] for name, part in CACHED_PARTS.items()}
@@ -466,10 +495,11 @@ def _by_padding(calls: list[TappedCall]) -> list[Sequences]:
             # The gradients of real tokens may depend on padding, which is removed.
             if is_real.all() or not name.startswith("grad."):
                 values[name] = _taken(name, x, rows, tokens, is_cross=is_cross)
-        caches_of_rows = {}
-        for step_and_part, x in caches.items():
-            caches_of_rows[step_and_part] = _taken_cache(x, rows, tokens, is_cross=is_cross)
-        sequences.append(Sequences(rows, tokens, chunks, values, caches_of_rows, first_call))
+        taken_caches = _taken_caches(caches, rows, tokens, is_cross=is_cross)
+        taken_in_rows = _taken_caches(caches_in_rows, rows, tokens, is_cross=is_cross)
+        sequences.append(
+            Sequences(rows, tokens, chunks, values, taken_caches, taken_in_rows, first_call)
+        )
     return sequences
 
 
@@ -584,13 +614,21 @@ def _taken(
     return x
 
 
-def _taken_cache(
-    cached: np.ndarray, rows: np.ndarray, tokens: np.ndarray, *, is_cross: bool
-) -> np.ndarray:
-    """Return some sequences of cached keys or values, and of the tokens that it has."""
-    if is_cross:
-        return cached[rows]
-    return cached[rows][:, :, tokens[tokens < cached.shape[2]]]
+def _taken_caches(
+    caches: Mapping[tuple[int, str], np.ndarray],
+    rows: np.ndarray,
+    tokens: np.ndarray,
+    *,
+    is_cross: bool,
+) -> dict[tuple[int, str], np.ndarray]:
+    """Return some sequences of cached keys and values, and of the tokens that each cache has."""
+    taken = {}
+    for step_and_part, cached in caches.items():
+        of_rows = cached[rows]
+        if not is_cross:
+            of_rows = of_rows[:, :, tokens[tokens < cached.shape[2]]]
+        taken[step_and_part] = of_rows
+    return taken
 
 
 def _taken_positions(x: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:

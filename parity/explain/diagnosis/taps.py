@@ -4,6 +4,7 @@ with the reference.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.explain.diagnosis.bugs.record import Edit
+from parity.explain.diagnosis.bugs.record import Edit, Edits
+from parity.explain.diagnosis.bugs.serving import rows_kept
 from parity.explain.diagnosis.diagnose import SECONDS, Diagnosis, diagnose
 from parity.explain.diagnosis.findings import Finding
 from parity.explain.diagnosis.sampling import is_large
@@ -130,11 +132,13 @@ class _TapWay:
         name: its name.
         stages: the stages.
         problem: the problem.
+        candidates: edits that the recording shows, and the stages alone do not.
     """
 
     name: str
     stages: dict[str, np.ndarray]
     problem: Problem
+    candidates: Edits = ()
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,8 @@ class _TapCheck:
         self.diagnoses = diagnoses
         self.is_transformers = bool(tapped.config)
         self.explained: list[_Explained] = []
+        # The number of unexplained layers by their first wrong stage.
+        self.unexplained: Counter[str] = Counter()
 
     def verdict(self, layer: TappedLayer) -> LayerVerdict:
         """Compare one layer."""
@@ -282,14 +288,26 @@ class _TapCheck:
         if isinstance(ways, Diagnosis):
             diagnosis = ways
         else:
-            diagnosis = self._diagnosed(ways, _arithmetic_of(layer))
+            difference = first_difference(comparisons)
+            stage = "" if difference is None else difference.stage
+            diagnosis = self._diagnosed(ways, stage, _arithmetic_of(layer))
         if before is not None and not diagnosis.is_known:
             diagnosis = before  # the first one if none is explained
         return replace(verdict, diagnosis=diagnosis)
 
-    def _diagnosed(self, ways: Sequence[_TapWay], arithmetic: str) -> Diagnosis:
-        """Diagnose a layer, first by the findings of earlier layers."""
+    def _diagnosed(self, ways: Sequence[_TapWay], stage: str, arithmetic: str) -> Diagnosis:
+        """Diagnose a layer, first by the findings of earlier layers.
+
+        Args:
+            ways: to read its stages.
+            stage: its first wrong stage.
+            arithmetic: of a right layer.
+        """
         by_name = {way.name: way for way in ways}
+        for way in ways:
+            by_recording = _explained_by_candidates(way, arithmetic)
+            if by_recording is not None:
+                return by_recording
         for explained in self.explained:
             way = by_name.get(explained.way)
             if way is None:
@@ -297,9 +315,15 @@ class _TapCheck:
             again = _explained_again(way, explained.diagnosis, arithmetic)
             if again is not None:
                 return again
-        diagnosis, way = _searched(ways, arithmetic)
+        # Layers that are wrong at the same stage probably have one cause. If no known bug explains
+        # one of them, the next is searched less: all layers together take no longer than two.
+        num_unexplained = self.unexplained[stage]
+        seconds = SECONDS / (1 + num_unexplained) ** 2
+        diagnosis, way = _searched(ways, arithmetic, seconds)
         if diagnosis.cause:
             self.explained.append(_Explained(way.name, diagnosis))
+        if not diagnosis.is_known:
+            self.unexplained[stage] += 1
         return diagnosis
 
 
@@ -336,7 +360,8 @@ def _compared_stages(
         return comparisons, None
     ways: list[_TapWay] = []
     if is_stepped:
-        ways += _with_and_without_mask("by call", observed, reference.problem)
+        candidates = tuple(rows_kept(reference.problem.case, sequences.caches_in_rows))
+        ways += _with_and_without_mask("by call", observed, reference.problem, candidates)
     else:
         ways += _with_and_without_mask("at once", observed, reference.problem)
     has_steps = len(sequences.chunks) > 1 and not sequences.is_cross
@@ -351,14 +376,14 @@ def _compared_stages(
 
 
 def _with_and_without_mask(
-    name: str, stages: dict[str, np.ndarray], problem: Problem
+    name: str, stages: dict[str, np.ndarray], problem: Problem, candidates: Edits = ()
 ) -> Iterator[_TapWay]:
     """Yield a way to diagnose stages, and one without their mask.
 
     If the attention function behaves as with a wrong mask although the recorded mask is right, no
     bug in the mask explains it. So an unexplained difference is searched again without the mask.
     """
-    yield _TapWay(name, stages, problem)
+    yield _TapWay(name, stages, problem, candidates)
     without = {stage: x for stage, x in stages.items() if stage_named(stage).quantity != "mask"}
     if len(without) < len(stages):
         yield _TapWay(f"{name}, without the mask", without, problem)
@@ -412,12 +437,14 @@ def _arithmetic_of(layer: TappedLayer) -> str:
 # ---- The diagnosis -------------------------------------------------------------------------------
 
 
-def _diagnosed_as(way: _TapWay, arithmetic: str) -> Diagnosis:
+def _diagnosed_as(way: _TapWay, arithmetic: str, seconds: float = SECONDS) -> Diagnosis:
     with np.errstate(all="ignore"):
-        return diagnose(way.stages, way.problem, arithmetic=arithmetic)
+        return diagnose(way.stages, way.problem, arithmetic=arithmetic, seconds=seconds)
 
 
-def _searched(ways: Sequence[_TapWay], arithmetic: str) -> tuple[Diagnosis, _TapWay]:
+def _searched(
+    ways: Sequence[_TapWay], arithmetic: str, seconds: float
+) -> tuple[Diagnosis, _TapWay]:
     """Return the diagnosis in the first way in which known bugs explain everything, otherwise in
     the first way.
 
@@ -426,7 +453,7 @@ def _searched(ways: Sequence[_TapWay], arithmetic: str) -> tuple[Diagnosis, _Tap
     """
     first: tuple[Diagnosis, _TapWay] | None = None
     for way in ways:
-        diagnosis = _diagnosed_as(way, arithmetic)
+        diagnosis = _diagnosed_as(way, arithmetic, seconds)
         if diagnosis.is_known and diagnosis.kind != "none":
             return diagnosis, way
         if first is None:
@@ -447,7 +474,26 @@ def _explained_again(way: _TapWay, before: Diagnosis, arithmetic: str) -> Diagno
     names: set[str] = set()
     for finding in before.known:
         names |= {*finding.bugs, *finding.others}
-    trial = Trial(way.problem, way.stages, arithmetic, scope=Scope(only=frozenset(names)))
+    again = _explained_by(way, Scope(only=frozenset(names)), arithmetic)
+    return again if again is not None and _signature(again) == _signature(before) else None
+
+
+def _explained_by_candidates(way: _TapWay, arithmetic: str) -> Diagnosis | None:
+    """Return the diagnosis of a layer by an edit that the recording shows; None if it does not
+    explain everything.
+    """
+    if not way.candidates:
+        return None
+    abouts = frozenset(edit.about for edit in way.candidates)
+    diagnosis = _explained_by(way, Scope(only=abouts, is_one_by_one=True), arithmetic)
+    if diagnosis is None or diagnosis.leftover:
+        return None
+    return diagnosis
+
+
+def _explained_by(way: _TapWay, scope: Scope, arithmetic: str) -> Diagnosis | None:
+    """Return the diagnosis of a layer by the bugs of a scope alone; None if no stage is wrong."""
+    trial = Trial(way.problem, way.stages, arithmetic, scope=scope, candidates=way.candidates)
     work = Work(SECONDS)
     with np.errstate(all="ignore"), work.counted():
         wrong = trial.wrong(trial.stages, ())
@@ -455,7 +501,7 @@ def _explained_again(way: _TapWay, before: Diagnosis, arithmetic: str) -> Diagno
             return None
         result = search(trial, work)
     deviation = trial.deviation(wrong[0], ())
-    again = Diagnosis(
+    return Diagnosis(
         wrong[0],
         deviation.error,
         deviation.ratio,
@@ -463,7 +509,6 @@ def _explained_again(way: _TapWay, before: Diagnosis, arithmetic: str) -> Diagno
         has_stages=len(trial.stages) > 1,
         dtype=way.problem.dtype,
     )
-    return again if _signature(again) == _signature(before) else None
 
 
 def _signature(diagnosis: Diagnosis) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -14,6 +15,7 @@ import numpy as np
 from parity.explain.diagnosis.absorbed import DeferredHeads
 from parity.explain.diagnosis.bugs import (
     bugs_from_call,
+    bugs_of_overflow,
     edited_layer,
     low_products,
     own_bugs,
@@ -244,7 +246,7 @@ class Trial:
 
     def _forget(self) -> None:
         """Start without cached results."""
-        for name in ("stages", "_unobserved_before", "_recounts"):
+        for name in ("stages", "_unobserved_before", "_recounts", "_is_not_finite_alone"):
             vars(self).pop(name, None)
         self._structural_by_steps: dict[frozenset[str], list[Edit]] = {}
         self._losses_by_steps: dict[frozenset[str], list[Edit]] = {}
@@ -357,9 +359,22 @@ class Trial:
             known = [*structural_bugs(case, steps), *own_bugs(case)]
             if "qkv" in steps:
                 known += permuted_heads(self.values, self.observed)
+            if self._is_not_finite_alone:
+                known += bugs_of_overflow(case, steps)
             known += self._candidates
             self._structural_by_steps[steps] = self._in_scope(known)
         return self._structural_by_steps[steps]
+
+    @cached_property
+    def _is_not_finite_alone(self) -> bool:
+        """True if an observed stage is NaN or infinite where the right layer is finite."""
+        for name, actual in self.observed.items():
+            expected = self.values[name]
+            if stage_named(name).is_exact or actual.shape != expected.shape:
+                continue
+            if (np.isfinite(expected) & ~np.isfinite(actual)).any():
+                return True
+        return False
 
     def _losses(self, steps: frozenset[str]) -> list[Edit]:
         """Return the bugs that lose precision in one of some steps, and show in the dtype."""
@@ -641,10 +656,7 @@ class Trial:
             return NOT_MEASURED
         spend_on(expected)
         compared = self.compared(stage, expected)
-        # Values that a quantized cache may round either way are others with each edit: the budget
-        # of the right layer says nothing about them.
-        is_quantized = self.problem.case.cache_quantization is not None
-        if quick and not is_quantized:
+        if quick and self._is_noise_known(stage):
             return deviation_of(*compared, self._about_allowed(stage, expected), stage)
         allowed = self.allowed(stage, edits, arithmetic)
         deviation = deviation_of(*compared, allowed, stage)
@@ -724,12 +736,25 @@ class Trial:
             dtype = dtype or self.problem.dtype
             expected = form(self.stage(stage, edits)).astype(np.float64)
             same_precision = form(self.stage(stage, edits, SAME_PRECISION[dtype], arithmetic))
+            # An infinite value has no error to allow: it must be the same one.
+            expected = np.where(np.isinf(expected), np.nan, expected)
             spend_on(expected)
             with np.errstate(all="ignore"):
                 self._budgets[key] = budget(
                     expected, same_precision, dtype, arithmetic=self.arithmetic, stage=stage
                 )
         return self._budgets[key]
+
+    def _is_noise_known(self, stage: str) -> bool:
+        """Return True if the noise of a stage with an edit is about the noise of the right one."""
+        # What a quantized cache may round either way depends on the edit.
+        if self.problem.case.cache_quantization is not None:
+            return False
+        # A cache has copies, which are exact, and values that an edit computes are not.
+        if stage_named(stage).quantity.startswith("cache."):
+            return False
+        # In 16 bits the right layer may overflow where one with an edit does not.
+        return all(math.isfinite(limit) for limit in self.allowed(stage, ()).values())
 
     def _about_allowed(self, stage: str, expected: np.ndarray) -> dict[str, float]:
         """Return the budget of the right layer for values of a different size: noise grows with
@@ -934,9 +959,16 @@ def _by_step(values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 def _compared_cells(
     actual: np.ndarray, expected: np.ndarray, masked: np.ndarray | None, stage: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a stage and its expected values such that a comparison leaves out masked cells."""
-    if masked is None:
+    """Return a stage and its expected values such that a comparison leaves out masked cells, and
+    equal infinite values.
+    """
+    if masked is not None:
+        if stage_named(stage).is_exact:
+            return np.where(masked, expected, actual), expected
+        actual, expected = without_unused(actual, masked), without_unused(expected, masked)
+    if stage_named(stage).is_exact or not np.isinf(expected).any():
         return actual, expected
-    if stage_named(stage).is_exact:
-        return np.where(masked, expected, actual), expected
-    return without_unused(actual, masked), without_unused(expected, masked)
+    # NaN equals NaN in a comparison, and infinity does not equal infinity.
+    is_same = np.isinf(expected) & (actual == expected)
+    nan = np.full((), np.nan, actual.dtype)
+    return np.where(is_same, nan, actual), np.where(is_same, nan.astype(expected.dtype), expected)

@@ -525,7 +525,8 @@ class _TorchListener:
         if num_past and name in self.history:
             so_far = np.concatenate([self.history[name][:, :, :num_past], own], axis=2)
         if not _is_same(so_far[:, :, -received.shape[2] :], received):
-            self.values[cache_name] = received
+            # A wrong call may have written its tokens beyond the used slots.
+            self.values[cache_name] = to_numpy(x[:, :, : _num_written(x, num_used)])
         self.history[name] = so_far
 
     def _cross_function_called(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
@@ -709,6 +710,17 @@ def _block_diagonal(blocks: list[np.ndarray]) -> np.ndarray:
 def _has_same_heads(own: np.ndarray, x: Tensor) -> bool:
     """Return whether keys of some tokens, and of other tokens, have the same axes but tokens."""
     return (*own.shape[:2], own.shape[3]) == (*x.shape[:2], x.shape[3])
+
+
+def _num_written(x: Tensor, num_used: int) -> int:
+    """Return the number of slots of a static cache (B, K, S, H) up to the last one that is used or
+    not empty.
+    """
+    is_written = (x != 0).any(dim=3).any(dim=1).any(dim=0)
+    written = is_written.nonzero()
+    if not len(written):
+        return num_used
+    return max(num_used, int(written[-1]) + 1)
 
 
 def _hiding(mask: Tensor) -> np.ndarray:

@@ -120,6 +120,14 @@ INPUTS = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two 
         help="with --input: sequence to attend to, for cross-attention",
     ),
     option(
+        "--cotangent",
+        metavar="NPY",
+        help=(
+            "with --input: gradient of the output, in its shape; its parameter `cotangent` "
+            "receives it, for the gradients that it returns"
+        ),
+    ),
+    option(
         "--seconds",
         type=float,
         metavar="S",
@@ -214,8 +222,11 @@ def _check_for_function(options: Options) -> None:
     if options.chunks is not None and sum(options.chunks) > LONGEST:
         rule = f"have at most {LONGEST} tokens"
         raise input_error("--chunks", rule, {"--chunks": sum(options.chunks)})
-    if options.key_input is not None and options.input is None:
-        raise requires("--key-input", "--input")
+    for flag, value in (("--key-input", options.key_input), ("--cotangent", options.cotangent)):
+        if value is not None and options.input is None:
+            raise requires(flag, "--input")
+    if options.cotangent is not None and options.chunks is not None:
+        raise contradiction("--cotangent", "--chunks")
 
 
 def _seconds(options: Options) -> float:
@@ -260,6 +271,7 @@ def _of_function(options: Options) -> dict[str, Any]:
         "--seq-len": options.seq_len,
         "--input": options.input,
         "--key-input": options.key_input,
+        "--cotangent": options.cotangent,
         "--framework": options.framework,
         "--params": options.params,
         "--causal": options.causal,

@@ -71,6 +71,7 @@ class _RightLayer(NamedTuple):
 def own_layer(options: Options) -> OwnLayer:
     """Return the function of a command line, its right weights and its inputs."""
     from parity.explain.conformance.discover import framework_of
+    from parity.explain.diagnosis.diagnose import parameter_of_cotangent
     from parity.measure.backends import FRAMEWORKS, load_backend, why_missing
 
     name = options.files[0]
@@ -78,6 +79,8 @@ def own_layer(options: Options) -> OwnLayer:
     if source is None:
         raise requires(name, "--model or --weights, with the weights of the right layer")
     function, receives_weights = _function(name, options)
+    if options.cotangent is not None and not parameter_of_cotangent(function):
+        raise requires("--cotangent", f"a function with a parameter `cotangent`, not {name}")
     framework = options.framework or framework_of(function)
     if framework is None:
         rule = f"be the framework of {name}, one of {', '.join(FRAMEWORKS)}"
@@ -217,6 +220,8 @@ def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
         if key.shape[0] != batch:
             sizes = f"{key.shape[0]} and {batch}"
             raise input_error("--key-input", "have as many sequences as --input", sizes)
+    if options.cotangent is not None:
+        inputs["cotangent"] = _cotangent(options, spec, (batch, num_tokens))
     if right.received:
         raise input_error(
             "--input", "be left out for a layer that shares keys and values of another"
@@ -227,6 +232,18 @@ def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
     drawn = make_problem(case, dtype, right.weights)
     of_dtype = {name: x.astype(drawn.inputs["query"].dtype) for name, x in inputs.items()}
     return replace(drawn, inputs={**drawn.inputs, **of_dtype})
+
+
+def _cotangent(options: Options, spec: AttentionSpec, tokens: tuple[int, int]) -> np.ndarray:
+    """Return the gradient of the output in the file of --cotangent, (B, T, E)."""
+    from parity.explain.diagnosis.attention import input_array, read_array
+
+    cotangent = input_array("--cotangent", read_array(options.cotangent), spec.output_width)
+    if cotangent.shape[:2] != tokens:
+        rule = f"have {tokens[0]} sequences of {tokens[1]} tokens, as --input"
+        sizes = f"{cotangent.shape[0]} of {cotangent.shape[1]}"
+        raise input_error("--cotangent", rule, sizes)
+    return cotangent
 
 
 # ---- The function --------------------------------------------------------------------------------

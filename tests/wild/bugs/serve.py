@@ -23,6 +23,21 @@ ALL = "positions = cache.lengths.{}() + torch.arange(t).expand(b, t)"
 LAYERS = (("", "serve", "float32"), ("-window", "serve-window", "bfloat16"))
 """A layer without a window and one with it, each in its dtype."""
 
+RECORDED = '    rec["cache.keys"], rec["cache.values"] = keys, values\n'
+ROTATED = "rotate(cache.keys, torch.arange(cache.keys.shape[2])[None], spec.rope.theta)"
+EARLIER = "(torch.arange(cache.keys.shape[2]) < cache.lengths[:, None])[:, None, :, None]"
+LATER_KEYS = "hidden = key > last"
+CUT = "repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=2).reshape(b, spec.num_heads, -1, spec.head_dim)"
+OUT = 'rec["output"] = linear(out, w["out_proj.weight"], w.get("out_proj.bias"))'
+NARROW = ("        context = scaled_dot_product_attention(q.float(), keys.float(), values.float(), ~hidden, enable_gqa=True)\n"
+          "        context = context.to(x.dtype)\n")
+IN_FLOAT16 = ("        half = q.half() @ keys.half().repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1).transpose(2, 3)\n"
+              "        half = (half * spec.head_dim**-0.5).float().masked_fill(hidden, -float('inf'))\n"
+              "        weights = torch.softmax(half, dim=-1)\n"
+              "        rec['attn_weights'] = weights\n"
+              "        context = weights @ values.float().repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)\n"
+              "        context = context.to(x.dtype)\n")
+
 for suffix, case, dtype in LAYERS:
     of = {"case": case, "dtype": dtype}
     m(f"mask-from-0{suffix}", "cache", (QUERIES, "queries = torch.arange(t).expand(b, t)"),
@@ -76,6 +91,16 @@ for suffix, case, dtype in LAYERS:
       (READ, f"{READ}    if t == 1:\n        keys[:, :, 2:4], values[:, :, 2:4] = 0, 0\n"),
       "The second block of two tokens is empty.", "step1.cache.keys", pattern="slots 2 and 3 stay 0",
       limited={"S": (2, 3)}, **of)
+    m(f"slots-exchanged{suffix}", "cache",
+      (WRITE, f"{WRITE.replace(READ, '')}    if cache.lengths[0] == 5:\n"
+              "        for stored in (cache.keys, cache.values):\n"
+              "            stored[0, :, 3:5], stored[1, :, 3:5] = stored[1, :, 3:5].clone(), stored[0, :, 3:5].clone()\n"
+              f"{READ}"),
+      "Sequences 0 and 1 have exchanged the tokens in slots 3 and 4, from a step on.", "step2.cache.keys",
+      pattern="slots 3 and 4 of sequences 1 0", limited={"B": (0, 1), "S": (3, 4)}, **of)
+    m(f"cache-empty{suffix}", "cache",
+      (READ, f"{READ}    if t == 1:\n        keys, values = torch.zeros_like(keys), torch.zeros_like(values)\n"),
+      "Steps read a cache of zeros.", "step1.cache.keys", pattern="cache is 0", **of)
     m(f"block-shared{suffix}", "cache",
       (READ, f"{READ}    if t == 1:\n        keys[2, :, :2], values[2, :, :2] = keys[1, :, :2], values[1, :, :2]\n"),
       "Sequence 2 has the first block of sequence 1, as after a wrong hit in the cache of prefixes.", "step1.cache.keys",
@@ -92,6 +117,32 @@ for suffix, case, dtype in LAYERS:
              "        keys = torch.where(earlier, torch.randn(keys.shape, generator=seed).to(x.dtype), keys)\n"
              "        values = torch.where(earlier, torch.randn(keys.shape, generator=seed).to(x.dtype), values)\n"),
       "Steps read the cache of another layer, and add their own token.", "step1.cache.keys", pattern="", **of)
+    m(f"keys-rotated-again{suffix}", "rope",
+      (WRITE, f"    if t == 1:\n        cache.keys = torch.where({EARLIER}, {ROTATED}, cache.keys)\n{WRITE}"),
+      "Every step rotates the whole cache again.", "step1.cache.keys", pattern="keys rotated once more in each step", **of)
+    m(f"keys-rotated-when-read{suffix}", "rope",
+      (READ, f"{READ}    if t == 1:\n        keys = torch.where({EARLIER}, {ROTATED}, keys)\n"),
+      "Steps rotate the earlier keys again when they read them.", "step1.cache.keys",
+      pattern="positions of earlier keys times 2", **of)
+    m(f"causal-transposed-in-steps{suffix}", "mask",
+      (LATER_KEYS, "hidden = key > last if queries.shape[1] > 1 else key < last"),
+      "The causal mask of a step is transposed: it shows empty slots, and no earlier key.", "step1.mask",
+      pattern="transposed causal mask in steps", **of)
+    m(f"copies-after-tokens{suffix}", "heads",
+      (RECORDED, f"{RECORDED}    keys, values = keys.{CUT}, values.{CUT}\n"),
+      "Key/value heads are repeated on the axis after the tokens.", "step0.context",
+      pattern="token (g S + s) // 2 instead of s", **of)
+    m(f"columns-of-out-proj{suffix}", "weights",
+      (OUT, OUT.replace('w["out_proj.weight"]',
+                        'w["out_proj.weight"].view(x.shape[-1], 4, -1)[:, [2, 0, 3, 1]].flatten(1)')),
+      "The columns of out_proj have the heads in a different order.", "step0.output", pattern="heads 2 0 3 1", **of)
+    m(f"rows-of-out-proj{suffix}", "weights",
+      (OUT, OUT.replace('w["out_proj.weight"]',
+                        'w["out_proj.weight"].view(4, -1, out.shape[-1])[[2, 0, 3, 1]].flatten(0, 1)')),
+      "The rows of out_proj are permuted by heads instead of its columns.", "step0.output",
+      pattern="blocks of features 2 0 3 1", **of)
+m("scores-overflow", "precision", (NARROW, IN_FLOAT16), "Products of queries and keys are infinite in float16.",
+  "step0.context", pattern="infinite beyond 65504", case="serve-loud", dtype="float16")
 for suffix, case, dtype in (("", "serve-chunks", "float32"), ("-window", "serve-chunks-window", "bfloat16")):
     m(f"chunks-top-left{suffix}", "mask",
       (HIDDEN, "hidden = is_hidden(queries if t == 1 else torch.arange(t).expand(b, t), "),

@@ -64,6 +64,7 @@ __all__ = [
     "bug_by_name",
     "bugs_for",
     "bugs_from_call",
+    "bugs_of_overflow",
     "edited_layer",
     "known_bugs",
     "low_products",
@@ -171,6 +172,7 @@ TOPICS = (
     _topic(serving.left_padded, MASK, CACHE),
     _topic(serving.raised_otherwise, MASK, QKV, CACHE),
     _topic(serving.late, CACHE, SCORES, CONTEXT),
+    _topic(serving.rotated_again, CACHE),
     _topic(rings.rings, MASK, QKV, SCORES, ATTN_WEIGHTS),
     _topic(softmax.empty_rows, ATTN_WEIGHTS),
     _of_backward(backward.stopped),
@@ -182,6 +184,9 @@ TOPICS = (
     _of_backward(backward.blocks),
 )
 """All topics but lost precision, in the order in which they are tried."""
+
+OVERFLOWING = _topic(scores.overflow, QKV, SCORES, ATTN_WEIGHTS, CONTEXT, OUTPUT)
+"""The topic of bugs that are tried only if values are not finite."""
 
 LOST_PRECISION = (
     _topic(precision.rounded_parts, QKV, CACHE, SCORES, ATTN_WEIGHTS, OUTPUT),
@@ -253,6 +258,18 @@ def _bugs_of(topics: Iterable[Topic], case: Case, steps: Collection[str] | None)
     return bugs
 
 
+def bugs_of_overflow(case: Case, steps: Collection[str]) -> list[Edit]:
+    """Return the bugs by which values that exceed the largest float16 become infinite.
+
+    They are tried only if a stage is not finite where the reference is.
+
+    Args:
+        case: the case.
+        steps: only bugs that may change one of these steps of the reference.
+    """
+    return _bugs_of([OVERFLOWING], case, steps)
+
+
 LOST_ONCE = ("cache-slot-stale", "cache-slot-late", "cache-slot-early")
 """Writes that may be wrong in one call alone: all later calls show it."""
 
@@ -319,6 +336,7 @@ def bug_by_name() -> dict[str, Edit]:
     for call in range(len(served.chunks)):
         bugs += bugs_from_call(served, call, {})
     bugs += [*PRECISIONS.values(), *FIDELITIES.values()]
+    bugs += scores.overflow(served)
     # Orders and exchanges that are found by comparing are not in the table.
     exchanged = np.arange(served.batch * served.capacity)
     exchanged[[0, 1]] = 1, 0

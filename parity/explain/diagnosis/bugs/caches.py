@@ -103,23 +103,30 @@ def caches(case: Case) -> Iterator[Edit]:
     yield cached(
         "cache-slot-stale",
         "the last token of each call is not cached: its slot is stale",
-        _into_slots(_without_last_token),
+        _into_slots(_without_last_token, case),
         fix="write all new tokens, then attend",
     )
     yield cached(
         "cache-slot-late",
         "after the first call, tokens are cached one slot too late",
-        _into_slots(partial(_late, case.capacity)),
+        _into_slots(_late, case),
     )
+    if _is_full_when_late(case):
+        yield cached(
+            "cache-slot-late",
+            "after the first call, tokens are cached one slot too late, and writes beyond the last "
+            "slot are moved back into the cache",
+            _into_slots(partial(_late_and_clamped, case.capacity), case),
+        )
     yield cached(
         "cache-slot-early",
         "after the first call, tokens are cached one slot too early and overwrite the last one",
-        _into_slots(_early),
+        _into_slots(_early, case),
     )
     yield cached(
         "cache-slot-first",
         "every call caches its tokens from slot 0 and overwrites the first ones",
-        _into_slots(_from_slot_0),
+        _into_slots(_from_slot_0, case),
     )
     if case.cache_quantization is None:  # whose scales may be 0
         yield cached(
@@ -166,21 +173,43 @@ def _emptied(_: Layer, original: Override, *inputs: Any) -> New:
 # ---- Slots ---------------------------------------------------------------------------------------
 
 
-def _into_slots(slots: Callable[[np.ndarray, np.ndarray], Slots]) -> dict[str, Override]:
-    """Write new tokens into the slots that `slots(before, added)` returns; lengths stay right."""
+def _into_slots(
+    slots: Callable[[np.ndarray, np.ndarray], Slots], case: Case
+) -> dict[str, Override]:
+    """Write new tokens into the slots that `slots(before, added)` returns; lengths stay right.
+
+    Tokens beyond the last slot are lost.
+    """
 
     def appended(_: Layer, original: Override, *inputs: Any) -> New:
         tokens = NewTokens(*inputs)
         first, count = slots(tokens.before, tokens.added)
+        if case.cache_slots is None:
+            first = np.minimum(first, case.capacity)
+            count = np.minimum(count, case.capacity - first)
         grown = original(*tokens._replace(before=first, added=count))
         return tokens.with_lengths(grown)
 
     return {"appended": appended}
 
 
-def _late(capacity: int, before: np.ndarray, added: np.ndarray) -> Slots:
+def _late(before: np.ndarray, added: np.ndarray) -> Slots:
     is_later_call = before > 0
-    return np.minimum(before + is_later_call, capacity - added), added
+    return before + is_later_call, added
+
+
+def _late_and_clamped(capacity: int, before: np.ndarray, added: np.ndarray) -> Slots:
+    """Clamp the first slot like JAX's `dynamic_update_slice`."""
+    first, _ = _late(before, added)
+    return np.minimum(first, capacity - added), added
+
+
+def _is_full_when_late(case: Case) -> bool:
+    """Return True if a token that is cached one slot too late is beyond the last slot."""
+    if case.cache_slots is not None or len(case.chunks) < 2:
+        return False
+    last = len(case.chunks) - 1
+    return max(np.add(case.lengths_before(last), case.added(last))) == case.capacity
 
 
 def _early(before: np.ndarray, added: np.ndarray) -> Slots:

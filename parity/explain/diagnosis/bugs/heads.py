@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import GROUPED, HEAD_ORDER
 from parity.explain.diagnosis.bugs.record import Edit, Override, instead, known_bug
-from parity.explain.diagnosis.bugs.sites import projected
+from parity.explain.diagnosis.bugs.sites import Overrides, before, projected
 from parity.measure.core.case import Case
 from parity.measure.core.orders import HEAD_ORDERS
 from parity.measure.core.reference import Layer
@@ -18,17 +18,70 @@ from parity.measure.core.stages import Values
 
 def shared(case: Case) -> Iterator[Edit]:
     num_heads, num_kv_heads = case.spec.num_heads, case.spec.num_kv_heads
-    if 1 < num_kv_heads < num_heads:
-        yield GROUPED.shown_in("scores")(
+    if num_heads == num_kv_heads:
+        return
+    bug = GROUPED.shown_in("scores")
+    if num_kv_heads > 1:
+        yield bug(
             "kv-heads-tiled",
             "key/value heads are tiled (0 1 0 1) instead of repeated (0 0 1 1)",
             {"per_query_head": instead(partial(_tiled, num_heads))},
         )
+    about = (
+        "key/value heads are repeated along an axis after the tokens, (B, K, S, N/K, H), instead "
+        "of before them, (B, K, N/K, S, H)"
+    )
+    fix = "insert the axis of copies before the tokens: k[:, :, None], not k[:, :, :, None]"
+    copies = partial(_copies_after_tokens, num_heads)
+    yield bug(COPIES_AFTER_TOKENS, about, _repeating(copies), fix=fix)
+    if case.is_cached and not case.new_lengths:
+        of_filled = partial(_copies_of_filled_slots, num_heads)
+        yield bug(
+            COPIES_AFTER_TOKENS,
+            f"{about}, in a cache that has no empty slots",
+            _repeating(of_filled),
+            fix=fix,
+        )
+
+
+COPIES_AFTER_TOKENS = "kv-copies-after-tokens"
+"""The name of a bug that repeats key/value heads along the wrong axis."""
 
 
 def _tiled(num_heads: int, x: np.ndarray) -> np.ndarray:
     """Return key/value heads (B, K, S, H) for query heads: n has key/value head n % K."""
     return x[:, np.arange(num_heads) % x.shape[1]]
+
+
+Repeat = Callable[[Values, np.ndarray], np.ndarray]
+"""Repeats key/value heads (B, K, S, H) for query heads, among the values of a call."""
+
+
+def _repeating(repeat: Repeat) -> Overrides:
+    """Repeat the keys and values that enter the two products differently."""
+
+    def of_keys(values: Values) -> tuple[Values]:
+        return ({**values, "k": repeat(values, values["k"])},)
+
+    def of_values(values: Values) -> tuple[Values]:
+        return ({**values, "v": repeat(values, values["v"])},)
+
+    return {"products": before(of_keys), "weighed": before(of_values)}
+
+
+def _copies_after_tokens(num_heads: int, _: Values, x: np.ndarray) -> np.ndarray:
+    """Return (B, K, S, H) as (B, N, S, H), by way of (B, K, S, N // K, H)."""
+    batch, num_kv_heads, num_tokens, width = x.shape
+    copies = np.repeat(x, num_heads // num_kv_heads, axis=2)
+    return copies.reshape(batch, num_heads, num_tokens, width)
+
+
+def _copies_of_filled_slots(num_heads: int, values: Values, x: np.ndarray) -> np.ndarray:
+    """Return the same for the filled slots of a cache alone."""
+    num_filled = int(np.max(values["cache.lengths"]))
+    copies = _copies_after_tokens(num_heads, values, x[:, :, :num_filled])
+    empty = np.zeros((*copies.shape[:2], x.shape[2] - num_filled, x.shape[3]), x.dtype)
+    return np.concatenate([copies, empty], axis=2)
 
 
 def split_or_combined(case: Case) -> Iterator[Edit]:

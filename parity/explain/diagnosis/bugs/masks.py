@@ -170,6 +170,20 @@ def causal(case: Case) -> Iterator[Edit]:
             page="mask-polarity",
         )
     if case.is_cached:
+        transposed_fix = "hide every key after the query, s > t: also in calls with a cache"
+        yield bug(
+            "causal-transposed",
+            "each token attends to itself and later slots, also empty ones: the causal mask is "
+            "transposed",
+            {"is_later": instead(np.greater), "is_after_window": instead(_of_no_pair)},
+            fix=transposed_fix,
+        )
+        yield bug(
+            "causal-transposed",
+            "each token attends to itself and later tokens: the causal mask is transposed",
+            {"is_later": instead(_is_earlier_or_not_filled)},
+            fix=transposed_fix,
+        )
         yield bug(
             "causal-top-left",
             "the causal mask of new tokens is aligned to the first cached key instead of their "
@@ -237,6 +251,11 @@ def _is_hidden_on_the_left(t: np.ndarray, s: np.ndarray) -> np.ndarray:
 def _is_not_filled(t: np.ndarray, s: np.ndarray) -> np.ndarray:
     """In a call with a cache, hide the slots after all of its tokens; otherwise nothing."""
     return s > (t.max(axis=2, keepdims=True) if t.ndim == 4 else np.full_like(t, s.max()))
+
+
+def _is_earlier_or_not_filled(t: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """In a call with a cache, hide the keys before each query, and the slots after all of them."""
+    return (t > s) | _is_not_filled(t, s)
 
 
 # ---- Padding and windows -------------------------------------------------------------------------

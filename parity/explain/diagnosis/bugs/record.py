@@ -85,6 +85,7 @@ class Edit(JsonRecord):
         shows_in_narrow: True if lost precision also shows in bfloat16 and float16.
         is_rounding: True if it only rounds differently: it must reproduce what was observed, up to
             single values.
+        has_more_noise: True if values with it have much more rounding error than right ones.
         shows_alone: True if it shows in a layer that is otherwise right; otherwise it is tried with
             others.
         calls: the calls of a cache that have it; None for every call.
@@ -107,6 +108,7 @@ class Edit(JsonRecord):
     is_loss: bool = False
     shows_in_narrow: bool = False
     is_rounding: bool = False
+    has_more_noise: bool = False
     shows_alone: bool = True
     calls: frozenset[int] | None = None
     when: str = ""

@@ -292,6 +292,16 @@ def other_theta(case: Case) -> Iterator[Edit]:
                 fix=EXPONENTS.fix_for(spec),
                 page=EXPONENTS.page,
             )
+        # Rounding of large frequencies times positions is far more than the noise of right ones.
+        inverse = of_rope(
+            "rope-exponents-inverted",
+            f"RoPE's frequencies are theta ** (2 i / R) instead of theta ** (-2 i / R), or theta "
+            f"is {1.0 / rope.theta:g} instead of {rope.theta:g}",
+            with_rope(spec, replace(rope, theta=1.0 / rope.theta)),
+            fix=EXPONENTS.fix_for(spec),
+            page=EXPONENTS.page,
+        )
+        yield replace(inverse, has_more_noise=True)
     for theta in THETAS_IN_USE:
         if theta in named:
             continue

@@ -19,7 +19,12 @@ from parity.explain.diagnosis.bugs.record import (
     instead,
     known_bug,
 )
-from parity.explain.diagnosis.bugs.sites import Overrides, always, attn_weights
+from parity.explain.diagnosis.bugs.sites import (
+    Overrides,
+    always,
+    attn_weights,
+    in_sixteen_bits,
+)
 from parity.explain.diagnosis.bugs.specs import of_spec
 from parity.measure.core.case import Case
 from parity.measure.core.divisors import wrong_divisors
@@ -270,3 +275,89 @@ def _without_nan(stage: str, _: Layer, original: Override, values: Values) -> di
 
 def _with_hidden_values(layer: Layer, _: Override, values: Values) -> dict[str, np.ndarray]:
     return layer.weighed(values)
+
+
+# ---- Overflow ------------------------------------------------------------------------------------
+
+OVERFLOW = "float16-overflow"
+"""The name of bugs that exceed the largest float16."""
+
+
+def overflow(case: Case) -> Iterator[Edit]:
+    """Yield stages that exceed the largest float16 and become infinite.
+
+    They are searched for only if a stage is not finite: see `Trial`.
+    """
+    bug = partial(
+        known_bug,
+        OVERFLOW,
+        fix=(
+            "compute scores and softmax in float32, or scale the queries before their products "
+            "with the keys"
+        ),
+        page="not-finite",
+    )
+    beyond = "exceed 65504, the largest float16, and become infinite"
+    of_scores = (
+        (f"the products of queries and keys {beyond} before they are scaled", _products_overflow),
+        (f"the scores {beyond}", _scaled_products_overflow),
+    )
+    for about, products in of_scores:
+        yield bug(about, {"products": products}, stages=("scores",))
+        if case.has_mask or case.is_cached:
+            yield bug(
+                f"{about}; the mask is added, so the products of hidden keys also make a row NaN",
+                {"products": products, "attn_weights": _rows_nan_by_hidden_scores},
+                stages=("scores",),
+            )
+    for name, words in (("q", "queries"), ("k", "keys"), ("v", "values")):
+        yield bug(
+            f"the {words} {beyond}",
+            {"project": partial(_stage_overflows, name)},
+            fix=f"compute the {words} in float32 or bfloat16, or scale the weights",
+            stages=(name,),
+        )
+    for name, words in (("context", "contexts"), ("output", "outputs")):
+        yield bug(
+            f"the {words} {beyond}",
+            {name: partial(_stage_overflows, name)},
+            fix=f"compute the {words} in float32 or bfloat16",
+            stages=(name,),
+        )
+
+
+def _overflowing(layer: Layer, x: np.ndarray) -> np.ndarray:
+    """Return values as float16 has them; in a layer of float16, the finite ones unchanged, since
+    its budget covers their rounding.
+    """
+    narrow = in_sixteen_bits(x, "float16")
+    if layer.problem.dtype == "float16":
+        return np.where(np.isinf(narrow), narrow, x)
+    return narrow
+
+
+def _products_overflow(layer: Layer, original: Override, values: Values) -> np.ndarray:
+    scale = layer.arithmetic.wide.type(layer.scale())
+    unscaled = _overflowing(layer, original(values) * scale)
+    return _overflowing(layer, unscaled / scale)
+
+
+def _scaled_products_overflow(layer: Layer, original: Override, values: Values) -> np.ndarray:
+    return _overflowing(layer, original(values))
+
+
+def _rows_nan_by_hidden_scores(
+    _: Layer, original: Override, values: Values
+) -> dict[str, np.ndarray]:
+    """Return rows of NaN where the score of any key is infinite, also of a hidden one."""
+    attn_weights = original(values)["attn_weights"]
+    has_infinity = np.isposinf(values["scores"]).any(axis=-1, keepdims=True)
+    nan = np.full_like(attn_weights, np.nan)
+    return {"attn_weights": np.where(has_infinity, nan, attn_weights)}
+
+
+def _stage_overflows(name: str, layer: Layer, original: Override, *inputs: Any) -> Any:
+    stages = original(*inputs)
+    if name not in stages:  # only some projections are computed
+        return stages
+    return {**stages, name: _overflowing(layer, stages[name])}

@@ -456,6 +456,56 @@ def _reading_before_write(
     return original({**values, argument: cached_before})
 
 
+# ---- Keys that are rotated again -----------------------------------------------------------------
+
+
+def rotated_again(case: Case) -> Iterator[Edit]:
+    """Yield cached keys that later calls rotate again."""
+    rope, spec = case.spec.rope, case.spec
+    if rope is None or not case.is_cached or len(case.chunks) < 2 or _has_several_axes(case):
+        return
+    has_own_positions = case.position_ids is not None or case.cache_slots is not None
+    if spec.latent is not None or rope.depends_on_length or has_own_positions:
+        return
+    if case.cache_quantization is not None:
+        return
+    for words, is_kept in (
+        ("each later call rotates all cached keys again, and caches them so", True),
+        ("later calls rotate the cached keys again when they read them", False),
+    ):
+        yield _bug(
+            "cache-keys-rotated-again",
+            words,
+            {"appended": partial(_with_keys_rotated_again, case, is_kept)},
+            ROTATED_ONCE,
+        )
+
+
+ROTATED_ONCE = BugFamily(
+    "cache-positions", "rotate the new keys of each call before they are cached, and no others"
+)
+
+
+def _with_keys_rotated_again(
+    case: Case, is_kept: bool, layer: Layer, original: Override, *inputs: Any
+) -> New:
+    """Append tokens to a cache whose keys are rotated once more."""
+    tokens = NewTokens(*inputs)
+    stage = f"previous.{tokens.cache}keys"
+    cached = tokens.values.get(stage)
+    if cached is None:  # the first call
+        return original(*tokens)
+    slots = np.arange(cached.shape[2])
+    is_rotated = slots < tokens.before[:, None]
+    if not is_kept:
+        # The keys before those of the last call are rotated again already.
+        call = call_after(case, tokens.before)
+        is_rotated &= slots >= np.array(case.lengths_before(call - 1))[:, None]
+    rotated = layer.rotate(cached, case.first_position + slots[None])
+    changed = np.where(is_rotated[:, None, :, None], rotated, cached)
+    return original(*tokens._replace(values={**tokens.values, stage: changed}))
+
+
 # ---- A different order of sequences --------------------------------------------------------------
 
 
@@ -482,6 +532,52 @@ def reordered(case: Case, call: int) -> Iterator[Edit]:
             yield replace(bug, calls=frozenset([call]), when=f"from call {call} on")
             if call == 1 and len(later_calls) > 1:
                 yield replace(bug, calls=later_calls, when="again in every later call")
+
+
+def rows_kept(case: Case, caches: Mapping[tuple[int, str], np.ndarray]) -> Iterator[Edit]:
+    """Yield the cache that keeps its rows where beam search continues other sequences in them.
+
+    Args:
+        case: with a cache.
+        caches: keys and values of the sequences that were in these rows, (B, K, S, H), by call and
+            by `keys` or `values`; of the calls in which others should be.
+    """
+    calls = sorted({call for call, _ in caches})
+    if not calls:
+        return
+    bug = _bug(
+        "cache-rows-reordered",
+        f"the cache keeps its rows where beam search continues other sequences in them, from call "
+        f"{calls[0]} on: the order that it asks for is lost",
+        {"appended": partial(_in_kept_rows, case, caches)},
+        ROWS,
+    )
+    yield replace(bug, fixes=(KEPT_ROWS_FIX,))
+
+
+KEPT_ROWS_FIX = "reorder the keys and values of every layer's cache by beam_idx: reorder_cache"
+
+
+def _in_kept_rows(
+    case: Case,
+    caches: Mapping[tuple[int, str], np.ndarray],
+    _: Layer,
+    original: Override,
+    *inputs: Any,
+) -> New:
+    """Append the tokens of a call to the cache of the sequences that were in its rows."""
+    tokens = NewTokens(*inputs)
+    call = call_after(case, tokens.before)
+    grown = original(*tokens)
+    changed = {}
+    for name in tokens.new:
+        in_rows = caches.get((call, name))
+        if in_rows is None:
+            continue
+        stage = f"{tokens.cache}{name}"
+        changed[stage] = grown[stage].copy()
+        changed[stage][:, :, : in_rows.shape[2]] = in_rows
+    return {**grown, **changed}
 
 
 ROWS = BugFamily(

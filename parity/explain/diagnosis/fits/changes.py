@@ -82,7 +82,8 @@ def _other_weights(problem: Problem, names: list[str]) -> Iterator[Edit]:
         for other, weight in problem.weights.items():
             if other != one and weight.shape == right.shape:
                 change = _replaced({one: weight})
-                yield part(problem, "weight", f"{one} is {other}", change, family_of(one))
+                about = f"{other} is used instead of {one}"
+                yield part(problem, "weight", about, change, family_of(one))
 
 
 def _exchanged(problem: Problem, names: list[str]) -> Iterator[Edit]:
@@ -105,7 +106,8 @@ def _other_projections(problem: Problem, names: list[str]) -> Iterator[Edit]:
                 continue
             leaves = _leaves(problem, other)
             change = _replaced({f"{one}.{leaf}": weight for leaf, weight in leaves.items()})
-            yield part(problem, "weight", f"{one} is {other}", change, of.SWAPPED)
+            about = f"{other} is used instead of {one}"
+            yield part(problem, "weight", about, change, of.SWAPPED)
 
 
 def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Edit]:

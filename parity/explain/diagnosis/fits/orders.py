@@ -224,6 +224,11 @@ def other_stages(difference: Difference) -> Iterator[Edit]:
             if difference.is_explained_by(difference.within(x)):
                 words = f"the values there are taken from {whose}{how}"
                 families = _families_of_stages(difference, other)
+                if of.SWAPPED in families and not how and _are_made_alike(difference, other):
+                    words = (
+                        f"the values there are computed with {other.quantity}_proj, or copied from "
+                        f"{name}"
+                    )
                 yield difference.pattern("other stage", words, {"stage": name}, families=families)
 
 
@@ -239,6 +244,19 @@ def _families_of_stages(difference: Difference, other: Stage) -> Families:
     if {stage.kind, other.kind} <= {"q", "k", "v"} and other.step == stage.step:
         return (of.SWAPPED,)
     return ()
+
+
+def _are_made_alike(difference: Difference, other: Stage) -> bool:
+    """Return True if one of q, k and v differs from another one by its projection alone."""
+    if difference.problem is None:
+        return False
+    spec = difference.problem.spec
+    is_changed_otherwise = (spec.latent, spec.qk_norm, spec.temperature) != (None, None, None)
+    if is_changed_otherwise or spec.shared_kv:
+        return False
+    if "v" not in (difference.stage.quantity, other.quantity):
+        return True
+    return spec.rope is None and spec.v_norm is None
 
 
 def _as_they_fit(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, str]]:

@@ -20,6 +20,7 @@ from parity.explain.diagnosis.fits.cache_parts import cache_parts
 from parity.explain.diagnosis.fits.distance_parts import alibi_numbers, alibi_parts
 from parity.explain.diagnosis.fits.norm_parts import norm_numbers, norm_parts
 from parity.explain.diagnosis.fits.numbers import Fitted, Number, Recompute, StageTrial
+from parity.explain.diagnosis.fits.out_heads import out_heads
 from parity.explain.diagnosis.fits.packings import packings
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.rope_parts import rope_parts
@@ -95,6 +96,7 @@ def _weights_and_parts(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
         for name in names:
             yield from _multiplied(trial, name)
         yield from _other_kv_heads(trial, problem)
+        yield from out_heads(trial, problem)
         yield from softmax_numbers(trial, problem)
         yield from norm_numbers(trial, problem)
         yield from alibi_numbers(trial, problem)

@@ -352,11 +352,14 @@ def _divisors(spec: AttentionSpec, count: int) -> dict[str, int]:
 def _any_frequencies(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
     used, right = turning.used.tolist(), turning.right.tolist()
     words = f"RoPE's frequencies are {listed(used)} instead of {listed(right)}"
+    is_aliased = _may_be_aliased(turning)
+    if is_aliased:
+        words += ", or these plus multiples of 2 pi: integer positions do not distinguish them"
     times = 1.0
     if abs(turning.amplitude - 1.0) > 1e-4:
         times = turning.amplitude
         words += f", and cosines and sines {readable(times)} times what they should be"
-    fitted = {"used": used, "right": right, "amplitude": times}
+    fitted = {"used": used, "right": right, "amplitude": times, "is_aliased": is_aliased}
     families = _frequencies_families(turning, rope, times)
     yield _Rule(
         "rope frequencies",
@@ -367,6 +370,17 @@ def _any_frequencies(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iter
         amplitude=times,
         families=families,
     )
+
+
+def _may_be_aliased(turning: _Turning) -> bool:
+    """Return True if fitted frequencies are not between 0 and the largest right one.
+
+    Frequencies that differ by a multiple of 2 pi rotate alike at integer positions, and the fit
+    returns the smallest. Slow frequencies are probably that one, others may be any.
+    """
+    largest = (1.0 + NEAR) * np.abs(turning.right).max()
+    slack = NEAR * largest
+    return bool((turning.used < -slack).any() or (turning.used > largest).any())
 
 
 def _frequencies_families(turning: _Turning, rope: Rope, amplitude: float) -> Families:

@@ -1199,6 +1199,20 @@ def transposed(weights, x):
     return layer({name: weight.T for name, weight in weights.items()}, x)
 
 
+def step(weights, x, cotangent):
+    x, weights = x.requires_grad_(), {name: w.requires_grad_() for name, w in weights.items()}
+    output = layer(weights, x)
+    grads = torch.autograd.grad(output, [x, *weights.values()], cotangent)
+    names = ["query", *weights]
+    named = {f"grad.{name}": grad for name, grad in zip(names, grads)}
+    return {"output": output.detach(), **named}
+
+
+def mean_loss(weights, x, cotangent):
+    stages = step(weights, x, cotangent)
+    return {name: x / (cotangent.numel() if "grad" in name else 1) for name, x in stages.items()}
+
+
 def factory(weights):
     return lambda x: layer(weights, x)
 
@@ -1239,6 +1253,8 @@ def own_layer(tmp_path, monkeypatch):
     (tmp_path / "an_own_layer.py").write_text(OWN_LAYER)
     rng = np.random.default_rng(0)
     np.save("x.npy", rng.standard_normal((7, 8)).astype(np.float32))
+    np.save("y.npy", rng.standard_normal((7, 8)).astype(np.float32))
+    np.save("short.npy", rng.standard_normal((5, 8)).astype(np.float32))
     yield tmp_path
     import sys
 
@@ -1258,6 +1274,8 @@ def test_own_layer_gets_weights_of_model(own_layer, capsys):
         "decode": "--chunks 6,1,2",
         "decode ": "--chunks 5,2 --input x.npy",
         "stateful": "--chunks 6,1,1",
+        "step": "",
+        "step ": "--input x.npy --cotangent y.npy",
     }
     for name, options in right.items():
         words = f"diagnose an_own_layer:{name.strip()} --model model --layer 1 {options}".split()
@@ -1268,6 +1286,7 @@ def test_own_layer_gets_weights_of_model(own_layer, capsys):
     wrong = {
         "transposed": ("", "transposed-kernel"),
         "late": ("--chunks 6,1,1 --seconds 1", "cache-position-off-by-one"),
+        "mean_loss": ("--input x.npy --cotangent y.npy", "grad-factor"),
     }
     for name, (options, bug) in wrong.items():
         words = f"diagnose an_own_layer:{name} --model model --layer 1 {options}".split()
@@ -1290,6 +1309,9 @@ def test_own_layer_options_are_checked(own_layer, capsys):
         "layer --model model --layer 0 --chunks 2,1 --seq-len 3": "--seq-len",
         "layer --model model --layer 0 --seq-len 0": "--seq-len",
         "layer --model model --layer 0 --key-input x.npy": "--key-input",
+        "step --model model --layer 0 --cotangent y.npy": "--cotangent",
+        "step --model model --layer 0 --input x.npy --cotangent short.npy": "--cotangent",
+        "layer --model model --layer 0 --input x.npy --cotangent y.npy": "--cotangent",
         "layer --model model --layer 0 --input x.txt": "x.txt",
         "layer --model model --layer 0 --seconds 0": "--seconds",
         "rotated --model model --layer 0 --names model": "--names",

@@ -85,19 +85,19 @@ WEIGHTS = {
         PLAIN,
         lambda w: {"q_proj.weight": w["k_proj.weight"]},
         "q",
-        "q_proj.weight is k_proj.weight",
+        "k_proj.weight is used instead of q_proj.weight",
     ),
     "another projection": (
         PLAIN,
         lambda w: {"v_proj.weight": w["k_proj.weight"], "v_proj.bias": w["k_proj.bias"]},
         "output",
-        "v_proj is k_proj",
+        "k_proj is used instead of v_proj",
     ),
     "another bias": (
         PLAIN,
         lambda w: {"q_proj.bias": w["k_proj.bias"]},
         "q",
-        "q_proj.bias is k_proj.bias",
+        "k_proj.bias is used instead of q_proj.bias",
     ),
     "exchanged": (
         PLAIN,
@@ -129,6 +129,33 @@ WEIGHTS = {
         ),
         "output",
         "heads 1 and 4 of q_proj are exchanged",
+    ),
+    "columns by heads": (
+        GROUPED,
+        lambda w: {
+            "out_proj.weight": w["out_proj.weight"]
+            .reshape(48, 6, 8)[:, [2, 0, 1, 5, 4, 3]]
+            .reshape(48, 48)
+        },
+        "output",
+        "the columns of out_proj are permuted by heads: they are in the order 2 0 1 5 4 3",
+    ),
+    "rows by heads": (
+        replace(PLAIN, spec=AttentionSpec(24, 4)),
+        lambda w: {
+            "out_proj.weight": w["out_proj.weight"].reshape(4, 6, 24)[[3, 0, 1, 2]].reshape(24, 24)
+        },
+        "output",
+        "the rows of out_proj are permuted by heads: they are in the order 3 0 1 2",
+    ),
+    "rows and biases by heads": (
+        replace(PLAIN, spec=AttentionSpec(24, 4)),
+        lambda w: {
+            "out_proj.weight": w["out_proj.weight"].reshape(4, 6, 24)[[1, 3, 0, 2]].reshape(24, 24),
+            "out_proj.bias": w["out_proj.bias"].reshape(4, 6)[[1, 3, 0, 2]].reshape(24),
+        },
+        "output",
+        "the rows of out_proj are permuted by heads: they are in the order 1 3 0 2",
     ),
     "a multiple": (
         PLAIN,

@@ -38,12 +38,18 @@ NAMED = (
     "ring-lost-after-wrap-bf16",
     "serve-block-of-another",
     "serve-block-shared",
+    "serve-cache-empty-window",
+    "serve-causal-transposed-in-steps-window",
     "serve-chunks-top-left-window",
+    "serve-columns-of-out-proj",
+    "serve-copies-after-tokens",
+    "serve-keys-rotated-again-window",
     "serve-length-with-padding-window",
     "serve-mask-from-0-window",
     "serve-mask-of-longest",
     "serve-padding-visible",
     "serve-rows-reordered-window",
+    "serve-scores-overflow",
     "serve-slot-of-longest-window",
 )
 
@@ -58,7 +64,24 @@ def test_cause_is_one_named_finding(name, output_only):
 
 
 @pytest.mark.parametrize(
-    "name", ["left-visible", "serve-mask-of-longest", "serve-slot-of-first-window"]
+    "name", ["packed-positions-run-on-bf16", "packed-texts-see-each-other", "serve-slots-exchanged"]
+)
+def test_cause_in_stages_is_one_finding(name):
+    """A bug that the output does not show, or not alone, is the only finding in the stages."""
+    verdict = verdict_on(Job(name))
+    assert grade_of(verdict) == "right", verdict["text"]
+    assert len(verdict["said"]["findings"]) == 1, verdict["text"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "left-visible",
+        "packed-positions-run-on",
+        "serve-mask-of-longest",
+        "serve-scores-overflow",
+        "serve-slot-of-first-window",
+    ],
 )
 def test_right_port_of_bug_is_clean(name):
     """Without its edit a port raises no alarm."""
@@ -265,3 +288,31 @@ def test_empty_cache_is_one_finding():
     (finding,) = parity.diagnose(stages, problem).findings
     assert finding.bugs == ("cache-empty",)
     assert finding.edits[0].when == "in calls after the first"
+
+
+@pytest.mark.parametrize(("capacity", "is_clamped"), [(6, False), (6, True), (7, False)])
+def test_late_slots_are_one_finding(capacity, is_clamped):
+    """Steps that cache their token one slot late are one bug, whether the last one fits, is lost
+    or is moved back into the cache.
+    """
+    spec = BUGS["serve-slot-late"].problem.spec
+    case = parity.Case("late", spec, "", seq_len=6, chunks=(4, 1, 1), capacity=capacity)
+    problem = parity.make_problem(case, "float32")
+    right = Reference(problem).accumulated
+    observed = {}
+    caches = {name: np.zeros((2, 2, capacity, 8), np.float32) for name in ("keys", "values")}
+    length = 0
+    for step, chunk in enumerate(case.chunks):
+        slot = length + (step > 0)
+        if is_clamped:
+            slot = min(slot, capacity - chunk)
+        for stage, name in (("k", "keys"), ("v", "values")):
+            new = right[f"step{step}.{stage}"].astype(np.float32)
+            observed[f"step{step}.{stage}"] = new
+            if slot < capacity:
+                caches[name][:, :, slot : slot + chunk] = new
+            observed[f"step{step}.cache.{name}"] = caches[name].copy()
+        length += chunk
+    (finding,) = parity.diagnose(observed, problem).findings
+    assert finding.bugs == ("cache-slot-late",)
+    assert ("moved back" in finding.about) == is_clamped

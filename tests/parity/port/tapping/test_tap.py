@@ -540,6 +540,35 @@ def test_bugs_of_caches_are_named():
         assert name in verdict.first.diagnosis.likely_bug, name
 
 
+def one_slot_late(layer):
+    update = layer.update
+
+    def late(keys, values):
+        is_step = int(layer.get_seq_length() > 0)
+        if layer.get_seq_length() + is_step + keys.shape[2] > layer.max_cache_len:
+            layer.cumulative_length.add_(keys.shape[2])
+            return layer.keys, layer.values  # the token is lost
+        layer.cumulative_length.add_(is_step)
+        cached = update(keys, values)
+        layer.cumulative_length.sub_(is_step)
+        return cached
+
+    layer.update = late
+
+
+@pytest.mark.costly("diagnoses a model with three caches")
+def test_late_slot_in_cache_is_one_finding():
+    """A static cache whose tokens are one slot late has one bug, at any capacity."""
+    llama = of_two_layers("llama")
+    for capacity in (5, 6, 16):
+        static = StaticCache(config=llama.config, max_cache_len=capacity)
+        one_slot_late(static.layers[1])
+        verdict = with_cache(llama, static, lengths=(3, 1, 1))
+        assert [layer.index for layer in verdict.wrong] == [1], capacity
+        (finding,) = verdict.first.diagnosis.findings
+        assert finding.bugs == ("cache-slot-late",), capacity
+
+
 # ---- Families ------------------------------------------------------------------------------------
 
 
@@ -1815,8 +1844,11 @@ def test_beams_with_two_caches_are_followed(tmp_path):
     assert verdict_by_folder(model, tapped, tmp_path).passed
 
 
-def test_lost_order_of_beams_is_shown(monkeypatch):
-    """A cache that keeps its rows where beam search continues others has wrong keys."""
+@pytest.mark.costly("diagnoses a recording of three beams")
+def test_lost_order_of_beams_is_named(monkeypatch):
+    """A cache that keeps its rows where beam search continues others has wrong keys, and one bug
+    in each layer.
+    """
     model = of_six_layers("llama")
     # Calls of another prompt before do not matter.
     with parity.tap(model) as tapped:
@@ -1827,6 +1859,40 @@ def test_lost_order_of_beams_is_shown(monkeypatch):
         wrong = ["cache.keys" in call.values for call in layer.calls]
         assert not any(wrong[:5])
         assert any(wrong[5:])
+    specs = specs_of(model.config.to_dict())
+    verdict = parity.check_tap(tapped, specs, weights_in(model, tapped, specs))
+    assert len(verdict.wrong) == 6
+    for layer in verdict.wrong:
+        (finding,) = layer.diagnosis.findings
+        assert finding.bugs == ("cache-rows-reordered",)
+        assert "the order that it asks for is lost" in finding.about
+
+
+@pytest.mark.costly("searches a recording of three beams")
+def test_unknown_layers_are_searched_less(monkeypatch):
+    """Layers that are wrong at the same stage as an unexplained one are searched in less time."""
+    model = of_six_layers("llama")
+    specs = specs_of(model.config.to_dict())
+
+    def in_other_order(layer, rows):
+        layer.keys = layer.keys[rows.flip(0)]
+
+    monkeypatch.setattr(CacheLayerMixin, "reorder_cache", in_other_order)
+    with parity.tap(model) as tapped:
+        generate(model, num_beams=3)
+    limits = []
+    diagnose = taps.diagnose
+
+    def recording(stages, problem, *, arithmetic, seconds):
+        limits.append(seconds)
+        return diagnose(stages, problem, arithmetic=arithmetic, seconds=0.2)
+
+    monkeypatch.setattr(taps, "diagnose", recording)
+    verdict = parity.check_tap(tapped, specs, weights_in(model, tapped, specs))
+    assert [layer.diagnosis.kind for layer in verdict.wrong] == ["unknown"] * 6
+    # Each layer is searched for the sequences with padding, and for those without.
+    searched = sorted(set(limits), reverse=True)
+    assert searched == [taps.SECONDS / number**2 for number in range(1, 13)]
 
 
 def test_rows_of_beams_in_a_file_are_checked(tmp_path):
