@@ -442,9 +442,10 @@ def _continued(calls: list[TappedCall]) -> list[TappedCall]:
         call = calls[step]
         values = {name: _rows_of(name, x, rows) for name, x in call.values.items()}
         for name, part in CACHED_PARTS.items():
-            so_far = [earlier.values.get(name) for earlier in calls[: step + 1]]
-            if f"cache.{part}" in call.values and all(x is not None for x in so_far):
-                values[IN_ROWS + part] = np.concatenate([x[rows] for x in so_far], axis=2)
+            so_far = calls[: step + 1]
+            if f"cache.{part}" in call.values and all(name in earlier.values for earlier in so_far):
+                in_rows = [earlier.values[name][rows] for earlier in so_far]
+                values[IN_ROWS + part] = np.concatenate(in_rows, axis=2)
         continued.append(replace(call, values=values))
         if call.continued_rows is not None:
             rows = np.array(call.continued_rows)[rows]

@@ -6,6 +6,7 @@ The ports are in tests/wild; `make nightly` diagnoses all of them.
 
 import numpy as np
 import pytest
+from helpers.samples import sample
 from wild.rates import Job, grade_of, verdict_on
 from wild.sets import BUGS
 
@@ -54,6 +55,7 @@ NAMED = (
 )
 
 
+@sample(24)
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("output_only", [False, True])
 def test_cause_is_one_named_finding(name, output_only):
