@@ -536,7 +536,7 @@ def try_wheel():
 
 def test_commands_of_try_wheel_are_valid(try_wheel):
     """Each command that `make dist` runs exists and has its options, and each program is one of
-    its files.
+    its files; the page about installation has a row for each extra.
     """
     lines = [line for commands in try_wheel.USES.values() for line in commands]
     steps = try_wheel.steps_of_newcomer()
@@ -554,6 +554,10 @@ def test_commands_of_try_wheel_are_valid(try_wheel):
     tutorial = try_wheel.TUTORIAL.read_text("utf-8")
     shown = [step.words for step in steps if step.name in ("find a bug", "convert it")]
     assert [words for words in shown if words not in tutorial] == []
+    page = (ROOT / "docs" / "contributing" / "installation.md").read_text("utf-8")
+    _, _, page = page.partition("## Each extra")
+    rows = re.findall(r"^\| `?([a-z,]+)`?(?:, [^|]+)? \| \d", page, re.MULTILINE)
+    assert {*rows} == {*try_wheel.USES}
 
 
 @pytest.mark.costly("the commands that `make dist` runs without an extra")
