@@ -110,10 +110,10 @@ class Rejects:
         """Return whether the values are in the part of a message after "got"."""
         if isinstance(self.got, str):
             return self.got in got
-        if list(self.got) == [self.argument]:
+        if len(self.got) == 1:
             # The only value has no name if it is the argument's.
-            value = self.got[self.argument]
-            if value is ... or got == _value(self.argument, value):
+            (name, value), *_ = self.got.items()
+            if value is ... or got == _value(name, value):
                 return True
         return _are_listed(self.got, got)
 

@@ -86,7 +86,7 @@ def test_first_wrong_operation_is_located(monkeypatch, layer, name, change):
         layer()
 
 
-def test_reported_location_is_line_of_program(monkeypatch, device):
+def test_reported_location_is_user_line(monkeypatch, device):
     """The reported line number is the line of the program that calls the operation."""
     broken(monkeypatch, "ttnn.softmax", lambda x: x + 0.1)
     x = mha_tt.upload(np.ones((1, 1, 32, 32)), device=device)

@@ -221,7 +221,7 @@ def test_step_memory_does_not_grow(device):
 @pytest.mark.parametrize(
     ("name", "fast"), [*((name, False) for name in LAYERS), ("few heads", True), ("packed", True)]
 )
-def test_counted_positions_equal_uploaded_ones(device, name, fast):
+def test_counted_positions_equal_uploads(device, name, fast):
     """Positions counted on the device give bit-identical steps to uploaded ones, close to the
     prompt kernel's.
     """
@@ -304,7 +304,7 @@ def test_cache_in_other_layer_uses_its_table(device):
     assert not np.array_equal(found, mha_tt.download(module(token, copied)[0]))
 
 
-def test_functions_count_positions_like_modules(device, uploads):
+def test_functions_count_like_modules(device, uploads):
     """A second step of the function uploads nothing and equals the module's step."""
     spec = LAYERS["few heads"]
     module, x = made(device, spec)
@@ -379,7 +379,7 @@ def test_steps_use_overridden_projection(device):
     assert not np.allclose(found, steps(module, x, begun(module, x))[0], atol=0.1)
 
 
-def test_positions_that_stand_still_are_wrong(device, monkeypatch):
+def test_positions_that_stay_are_wrong(device, monkeypatch):
     """Control: if the device does not advance its positions, outputs differ."""
     module, x = made(device, LAYERS["few heads"])
     expected, _ = steps(module, x, begun(module, x))

@@ -455,7 +455,7 @@ def test_gguf_quantization_has_a_pattern(kind):
     assert difference.pattern.words == f"the original of the first's, which is quantized as {kind}"
 
 
-def test_float32_kept_as_float64_has_a_pattern():
+def test_float32_as_float64_has_a_pattern():
     """float64 weights rounded to float32 have that pattern."""
     weights = {name: x.astype(np.float64) + 1e-9 for name, x in random_weights(PLAIN).items()}
     other = {name: x.astype(np.float32).astype(np.float64) for name, x in weights.items()}
@@ -828,7 +828,7 @@ def test_pattern_precedes_the_likely_bug(files, capsys):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_bias_in_one_file_is_zeros_or_pattern(files, is_first, capsys):
+def test_bias_in_one_file_has_a_pattern(files, is_first, capsys):
     """A bias that only one file has is a difference, but equal if its values are 0."""
     weights, bare = random_weights(PLAIN), replace(PLAIN, qkv_bias=(False, True, True))
     without = {name: x for name, x in weights.items() if name != "q_proj.bias"}

@@ -353,7 +353,7 @@ def test_bug_after_unknown_stage_is_named():
     assert [each.bugs for each in diagnosis.named] == [("out_proj-transposed",)]
 
 
-def test_unexplained_q_has_location_and_pattern():
+def test_unexplained_q_has_a_location():
     """A factor of 1.25 on one head of q has its location and pattern, also in the JSON."""
     problem, values = right(GQA)
     q = values["q"].copy()

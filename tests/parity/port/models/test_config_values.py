@@ -199,7 +199,8 @@ def test_default_values_have_their_kind():
 def test_message_has_key_and_value(name, value):
     """The message about a bad value contains the key and the value."""
     message = message_of({"model_type": "mistral", "rope_theta": 1e4, name: value})
-    assert f"got {name}={value!r}" in message
+    assert f"{name} " in message
+    assert f"got {value!r}" in message
 
 
 def test_zero_heads_on_the_command_line(tmp_path, capsys):
@@ -207,7 +208,8 @@ def test_zero_heads_on_the_command_line(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
     assert main(["spec", str(tmp_path)]) == 2
     printed = capsys.readouterr().err
-    assert "num_attention_heads=0" in printed
+    assert "num_attention_heads" in printed
+    assert "got 0;" in printed
     assert "ZeroDivisionError" not in printed
 
 
@@ -301,26 +303,25 @@ def test_rough_value_has_one_line_of_error(small_llama, capsys):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "reason"),
+    ("family", "changes", "reasons"),
     [
-        ("llama", {"num_attention_heads": {"a": 1}}, "num_attention_heads={'a': 1}"),
-        ("llama", {"attention_dropout": "x"}, "attention_dropout='x'"),
-        ("llama", {"hidden_size": math.inf}, "hidden_size=inf"),
-        ("llama", {"hidden_size": 0, "num_attention_heads": 0}, "=0"),
-        ("qwen2", {"layer_types": 1e-300}, "layer_types=1e-300"),
-        ("qwen2", {"layer_types": ["z"] * 100_000}, "layer_types"),
-        ("llama", {"use_cache": [1]}, "StrictDataclass"),
-        ("no_such_family", {}, "be a model that transformers loads"),
+        ("llama", {"num_attention_heads": {"a": 1}}, ["num_attention_heads", "got {'a': 1}"]),
+        ("llama", {"attention_dropout": "x"}, ["attention_dropout", "got 'x'"]),
+        ("llama", {"hidden_size": math.inf}, ["hidden_size", "got inf"]),
+        ("llama", {"hidden_size": 0, "num_attention_heads": 0}, ["got 0"]),
+        ("qwen2", {"layer_types": 1e-300}, ["layer_types", "got 1e-300"]),
+        ("qwen2", {"layer_types": ["z"] * 100_000}, ["layer_types"]),
+        ("llama", {"use_cache": [1]}, ["StrictDataclass"]),
+        ("no_such_family", {}, ["be a model that transformers loads"]),
     ],
 )
-def test_our_reason_precedes_transformers(small_llama, capsys, family, changes, reason):
+def test_our_reason_precedes_transformers(small_llama, capsys, family, changes, reasons):
     """`run --model` exits with 2, and our reason comes before the reason of transformers."""
     values = json.loads((small_llama / "config.json").read_text())
     statuses, errors = statuses_of(small_llama, {**values, "model_type": family, **changes}, capsys)
     assert statuses[0] == 2
-    assert reason in errors[0]
     first, *_ = errors[0].split("transformers does not load it either")
-    assert reason in first
+    assert all(reason in first for reason in reasons), errors[0]
 
 
 def test_overflow_of_two_values_names_them():
