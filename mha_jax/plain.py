@@ -187,9 +187,7 @@ class MultiHeadAttention(AttentionLayer):
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal self-attention with cached keys and values, (B, N, P, H) each, or None before the
-    first call.
-    """
+    """Causal self-attention with cached keys and values, (B, N, P, H) each, at first None."""
 
     def __call__(
         self, x: Array, cache_k: Array | None = None, cache_v: Array | None = None

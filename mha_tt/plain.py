@@ -289,9 +289,7 @@ class MultiHeadAttention(AttentionLayer):
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal self-attention with cached keys and values, (B, N, P, H) each, or None before the
-    first call.
-    """
+    """Causal self-attention with cached keys and values, (B, N, P, H) each, at first None."""
 
     def __call__(
         self, x: Tensor, cache_k: Tensor | None = None, cache_v: Tensor | None = None
