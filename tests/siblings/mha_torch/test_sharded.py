@@ -320,8 +320,8 @@ def test_non_finite_token_spoils_its_rows(found, size):
         ("dropout", rejects("dropout", dropout=0.5)),
         ("lengths", rejects("key_padding_lengths", key_padding_lengths=...)),
         ("lengths of heads", rejects("key_padding_lengths", key_padding_lengths=[-1])),
-        ("uneven", rejects("queries", "queries=[2, 1")),
-        ("uneven, lengths", rejects("queries", "queries=[2, 1")),
+        ("uneven", rejects("queries", "[2, 1")),
+        ("uneven, lengths", rejects("queries", "[2, 1")),
     ],
 )
 def test_unsupported_token_divisions_raise(found, size, name, input_error):

@@ -148,6 +148,9 @@ NEAREST = {
         )
     ),
     ("cached", "cache-float16"),
+    # Few positions, of which float16 also has most angles: one form is the nearest bug, and one is
+    # reported as indistinguishable from rounded frequencies.
+    ("packed", "rope-angles-float16"),
 }
 
 
@@ -174,9 +177,9 @@ def test_each_bug_is_distinguished(case, name):
             assert diagnosis.findings[0].nearest[0][0] in abouts
             continue
         (finding,) = diagnosis.named
-        assert named_bugs(diagnosis) == [name] or (
-            name in ALIKE and made.about in finding.others
-        ), made.about
+        may_be_other = name in ALIKE or may_be_nearest
+        is_other = may_be_other and made.about in finding.others
+        assert named_bugs(diagnosis) == [name] or is_other, made.about
         assert diagnosis.kind == ("precision" if made.is_loss else "structure")
         assert finding.ratio <= 1.0
         assert finding.error < finding.error_before
