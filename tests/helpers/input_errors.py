@@ -113,7 +113,8 @@ class Rejects:
         if len(self.got) == 1:
             # The only value has no name if it is the argument's.
             (name, value), *_ = self.got.items()
-            if value is ... or got == _value(name, value):
+            is_any = value is ... and name == self.argument
+            if is_any or got == _value(name, value):
                 return True
         return _are_listed(self.got, got)
 
