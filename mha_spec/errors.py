@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import is_dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 
@@ -83,7 +83,8 @@ class InputError(ValueError):
     def __str__(self) -> str:
         if isinstance(self.got, str):
             got = [self.got]
-        elif self._names_its_value:
+        elif not self.statement and _is_only_of(self.argument, self.got):
+            # The message begins with its name.
             got = [_value(self.argument, self.got[self.argument])]
         else:
             got = [_setting(*item) for item in self.got.items()]
@@ -104,14 +105,6 @@ class InputError(ValueError):
             if len(text) <= MAX_LENGTH:
                 break
         return text
-
-    @property
-    def _names_its_value(self) -> bool:
-        """Return whether the message begins with the name of its only value."""
-        if self.statement or list(self.got) != [self.argument]:
-            return False
-        # A flag that is set has no value.
-        return cast(dict[str, Any], self.got)[self.argument] is not True
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = dict(vars(self))
@@ -211,6 +204,11 @@ def _shown_with_arrays(value: Any) -> str:
     dtype = str(value.dtype).rpartition(".")[2].lower()
     name = type(value).__name__.removesuffix("Impl")  # jax.Array is an ArrayImpl
     return f"{name}(shape={tuple(value.shape)}, dtype={dtype})"
+
+
+def _is_only_of(argument: str, got: Mapping[str, Any]) -> bool:
+    """Return whether an argument has the only value. A flag that is set has none."""
+    return list(got) == [argument] and got[argument] is not True
 
 
 def _setting(name: str, value: object) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.explain.diagnosis.bugs.record import Edit, Edits
-from parity.explain.diagnosis.bugs.serving import rows_kept
+from parity.explain.diagnosis.bugs.serving import unordered_rows
 from parity.explain.diagnosis.diagnose import SECONDS, Diagnosis, diagnose
 from parity.explain.diagnosis.findings import Finding
 from parity.explain.diagnosis.sampling import is_large
@@ -360,7 +360,7 @@ def _compared_stages(
         return comparisons, None
     ways: list[_TapWay] = []
     if is_stepped:
-        candidates = tuple(rows_kept(reference.problem.case, sequences.caches_in_rows))
+        candidates = tuple(unordered_rows(reference.problem.case, sequences.caches_in_rows))
         ways += _with_and_without_mask("by call", observed, reference.problem, candidates)
     else:
         ways += _with_and_without_mask("at once", observed, reference.problem)

@@ -469,14 +469,14 @@ def rotated_again(case: Case) -> Iterator[Edit]:
         return
     if case.cache_quantization is not None:
         return
-    for words, is_kept in (
+    for words, is_cached in (
         ("each later call rotates all cached keys again, and caches them so", True),
         ("later calls rotate the cached keys again when they read them", False),
     ):
         yield _bug(
             "cache-keys-rotated-again",
             words,
-            {"appended": partial(_with_keys_rotated_again, case, is_kept)},
+            {"appended": partial(_with_keys_rotated_again, case, is_cached)},
             ROTATED_ONCE,
         )
 
@@ -487,7 +487,7 @@ ROTATED_ONCE = BugFamily(
 
 
 def _with_keys_rotated_again(
-    case: Case, is_kept: bool, layer: Layer, original: Override, *inputs: Any
+    case: Case, is_cached: bool, layer: Layer, original: Override, *inputs: Any
 ) -> New:
     """Append tokens to a cache whose keys are rotated once more."""
     tokens = NewTokens(*inputs)
@@ -497,7 +497,7 @@ def _with_keys_rotated_again(
         return original(*tokens)
     slots = np.arange(cached.shape[2])
     is_rotated = slots < tokens.before[:, None]
-    if not is_kept:
+    if not is_cached:
         # The keys before those of the last call are rotated again already.
         call = call_after(case, tokens.before)
         is_rotated &= slots >= np.array(case.lengths_before(call - 1))[:, None]
@@ -534,7 +534,7 @@ def reordered(case: Case, call: int) -> Iterator[Edit]:
                 yield replace(bug, calls=later_calls, when="again in every later call")
 
 
-def rows_kept(case: Case, caches: Mapping[tuple[int, str], np.ndarray]) -> Iterator[Edit]:
+def unordered_rows(case: Case, caches: Mapping[tuple[int, str], np.ndarray]) -> Iterator[Edit]:
     """Yield the cache that keeps its rows where beam search continues other sequences in them.
 
     Args:
@@ -549,16 +549,16 @@ def rows_kept(case: Case, caches: Mapping[tuple[int, str], np.ndarray]) -> Itera
         "cache-rows-reordered",
         f"the cache keeps its rows where beam search continues other sequences in them, from call "
         f"{calls[0]} on: the order that it asks for is lost",
-        {"appended": partial(_in_kept_rows, case, caches)},
+        {"appended": partial(_in_unordered_rows, case, caches)},
         ROWS,
     )
-    yield replace(bug, fixes=(KEPT_ROWS_FIX,))
+    yield replace(bug, fixes=(BEAM_ORDER_FIX,))
 
 
-KEPT_ROWS_FIX = "reorder the keys and values of every layer's cache by beam_idx: reorder_cache"
+BEAM_ORDER_FIX = "reorder the keys and values of every layer's cache by beam_idx: reorder_cache"
 
 
-def _in_kept_rows(
+def _in_unordered_rows(
     case: Case,
     caches: Mapping[tuple[int, str], np.ndarray],
     _: Layer,

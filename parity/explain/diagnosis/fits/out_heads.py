@@ -71,8 +71,8 @@ def _with_blocks_in_order(
 
 
 def _order_of_columns(difference: Difference, problem: Problem) -> np.ndarray | None:
-    """Return the head of whose columns each head of the context is the factor; None if they are in
-    place, or no order is near.
+    """Return, for each head of the context, the head whose columns multiply it; None if each has
+    its own, or these are no order.
 
     The output is the sum of one product for each head. The products of every head with the columns
     of every other are fitted to it by least squares: the factors of an order are 0 and 1.
@@ -111,8 +111,8 @@ def _without_bias(output: np.ndarray, problem: Problem) -> np.ndarray:
 def _order_of_rows(
     difference: Difference, problem: Problem, *, with_bias: bool
 ) -> np.ndarray | None:
-    """Return the block of expected features that each block of an output has, without the bias or
-    with it; None if they are in place, or no order is near.
+    """Return, for each block of features of an output, the nearest block of the expected ones,
+    without the bias or with it; None if each is nearest to its own, or these are no order.
     """
     num_heads = problem.spec.num_heads
     num_features = difference.actual.shape[2]
@@ -132,8 +132,9 @@ def _order_of_rows(
 
 
 def _as_order(nearest: np.ndarray) -> np.ndarray | None:
-    """Return an order of heads; None if it is the right one, or none."""
-    in_place = np.arange(len(nearest))
-    if not np.array_equal(np.sort(nearest), in_place) or np.array_equal(nearest, in_place):
+    """Return the nearest heads if they are an order other than the right one; else None."""
+    right_order = np.arange(len(nearest))
+    is_order = np.array_equal(np.sort(nearest), right_order)
+    if not is_order or np.array_equal(nearest, right_order):
         return None
     return nearest
