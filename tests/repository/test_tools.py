@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -475,6 +476,31 @@ def test_map_has_tests_of_each_mutant(mutants, tmp_path, monkeypatch):
     expected = {**of_process, ("package/m.py", 3): {process, own}, ("package/other.py", 2): {own}}
     tests = {(each.path, each.line): {*by_mutant.tests_of(each)} for each in made}
     assert tests == expected
+
+
+def test_mutant_continues_with_new_tiers(mutants, monkeypatch):
+    """A mutant that passed the mapped tiers continues with the next one; slow tests beyond the limit
+    are counted, not run.
+    """
+    tree = object.__new__(mutants.Tree)
+    tree._limit, tree._servers = 2.5, {"main": None}
+    runs = []
+    monkeypatch.setattr(tree, "_first_failure", lambda *call: runs.append(call[1]) or "")
+    tiers = dict.fromkeys("abc", "short") | {"d": "thorough"}
+    lines = types.SimpleNamespace(
+        tests_of=lambda _: list(tiers),
+        tier=tiers,
+        seconds=dict.fromkeys(tiers, 1.0),
+        tiers=["short"],
+    )
+    result = mutants.Result("m.py:1:0", "edit")
+    tree.test(result, None, mutants.SUITES[0], lines)
+    assert (runs, result.omitted, result.passed) == ([["a", "b"]], 1, ["short"])
+    assert result.is_final(["short"])
+    assert not result.is_final(mutants.TIERS)
+    lines.tiers.append("thorough")
+    tree.test(result, None, mutants.SUITES[0], lines)
+    assert (runs[1:], result.omitted, result.found) == ([["d"]], 1, "")
 
 
 def test_unmapped_mutant_raises(mutants, tmp_path, monkeypatch):
