@@ -333,14 +333,14 @@ def _number(name, x, values, recipe):
 def _short(name, x, recipe):
     """Return a list of layer numbers or positions, made small."""
     count = recipe.layers
-    if count is None or not x or not all(type(each) is int for each in x):
+    if count is None or not x or not all(type(number) is int for number in x):
         return list(x)
     if name in ("depths", "depth", "num_blocks", "layers", "encoder_layers"):
-        return [min(each, 2) for each in x]
+        return [min(number, 2) for number in x]
     are_indices = re.search(r"ind(ex|ic)e|idx|_layers$", name) and list(x) == sorted({*x})
     if not are_indices or max(x) <= count:
         return list(x)
-    indices = sorted({min(each, count - 1) for each in x})
+    indices = sorted({min(number, count - 1) for number in x})
     if len(indices) < len(x) and "out" in name:
         # As many outputs as before, of the last layers.
         return list(range(count - len(x) + 1, count + 1))
@@ -400,9 +400,9 @@ def _own_section(model_type):
     if model_type not in CONFIG_MAPPING:
         return None
     source = Path(inspect.getfile(CONFIG_MAPPING[model_type]))
-    text = "".join(each.read_text() for each in source.parent.glob("modeling_*.py"))
-    found = re.search(r'"mrope_section", (\[[\d, ]+\])', text)
-    return found and json.loads(found[1])
+    text = "".join(path.read_text() for path in source.parent.glob("modeling_*.py"))
+    match = re.search(r'"mrope_section", (\[[\d, ]+\])', text)
+    return match and json.loads(match[1])
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -568,8 +568,8 @@ def makers_of(model, generator):
     ]  # input widths
 
     channels, patch = (
-        whole(*each, default=8)
-        for each in (("num_channels", "in_channels", "in_chans"), ("patch_size",))
+        whole(*names, default=8)
+        for names in (("num_channels", "in_channels", "in_chans"), ("patch_size",))
     )
     size, frames = (
         find(config, "image_size", default=64),
@@ -592,12 +592,12 @@ def makers_of(model, generator):
         (frames, *image),
         (1, 1, *image),
     ]
-    images += [(channels, patch, 64 * patch)] + [(64, each) for each in first]
-    pixels = [normal(SEQUENCES, *each) for each in images] + [normal(SEQUENCES * frames, *image)]
+    images += [(channels, patch, 64 * patch)] + [(64, patch_size) for patch_size in first]
+    pixels = [normal(SEQUENCES, *size) for size in images] + [normal(SEQUENCES * frames, *image)]
     if {"grid_thw", "image_grid_thw"} & parameters.keys():
         flat = {channels * depth * patch**2 for depth in (1, 2)} | {*first}
         count = 64 * SEQUENCES
-        pixels = [normal(count, each) for each in sorted(flat)] + [
+        pixels = [normal(count, size) for size in sorted(flat)] + [
             normal(1, count, channels, patch, patch)
         ]
         pixels += [normal(count, channels, patch, patch)]
@@ -622,16 +622,16 @@ def makers_of(model, generator):
         for shape in ((mel, length), (128, mel), (mel, 128), (200, mel), (mel, 200))
     ]
     features += [(1, 128, mels[0]), (1, whole("spec_size", default=256), mels[0])]
-    features = [normal(SEQUENCES, *each) for each in features]
+    features = [normal(SEQUENCES, *shape) for shape in features]
     if "feature_lens" in parameters:
         features = [normal(mels[0], 200 * SEQUENCES)]
     sounds = [(10000,), (1, 10000), (whole("max_length", default=128), mels[0]), (128, mels[0])]
-    sounds = [normal(SEQUENCES, *each) for each in sounds]
+    sounds = [normal(SEQUENCES, *shape) for shape in sounds]
 
     widths = every_value(config, "hidden_size", "d_model", "embed_dim", "encoder_hidden_size") or [
         64
     ]
-    states = [normal(SEQUENCES, TOKENS, each) for each in [*widths, *mels] if type(each) is int]
+    states = [normal(SEQUENCES, TOKENS, width) for width in [*widths, *mels] if type(width) is int]
     series = whole("num_input_channels", "input_size", default=1)
     context = whole("context_length", "prediction_length", "patch_length", default=32)
     steps, times = (
@@ -674,7 +674,8 @@ def makers_of(model, generator):
         "mask": [constant(torch.ones(SEQUENCES, TOKENS, dtype=torch.bool))],
         "feature_lens": [constant([200] * SEQUENCES)],
         "input_features_mask": [
-            constant(torch.ones(SEQUENCES, each, dtype=torch.long)) for each in (length, 128, 200)
+            constant(torch.ones(SEQUENCES, length_of_input, dtype=torch.long))
+            for length_of_input in (length, 128, 200)
         ],
     }
 
@@ -694,8 +695,8 @@ def inputs_for(model, seed, *, every=False):
     parameters = inspect.signature(model.forward).parameters
     chosen = [
         name
-        for name, each in parameters.items()
-        if each.default is each.empty and each.kind not in VARIABLE
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in VARIABLE
     ]
     main = getattr(model, "main_input_name", "input_ids")
     main = (
@@ -722,12 +723,12 @@ def inputs_for(model, seed, *, every=False):
 
 def with_required_tokens(inputs, config, reason):
     """Return inputs with the number of image or audio tokens that an error requires, or None."""
-    found = re.search(
+    match = re.search(
         r"(\w+) features and \w+ tokens do not match.*?tokens:? *\d+.*?features:? *(\d+)", reason
     )
-    if found is None or "input_ids" not in inputs:
+    if match is None or "input_ids" not in inputs:
         return None
-    kind, count = found[1].lower(), int(found[2]) // SEQUENCES
+    kind, count = match[1].lower(), int(match[2]) // SEQUENCES
     token = find(config, f"{kind}_token_id", f"{kind}_token_index")
     first, rest = inputs["input_ids"][:, : TOKENS // 2], inputs["input_ids"][:, TOKENS // 2 :]
     return {
@@ -791,7 +792,8 @@ def more_calls(model, missing):
     missing = set(missing)
     for name, part in [*model.named_modules(), ("", model)][1:]:
         if isinstance(part, PreTrainedModel) and any(
-            f"{each}.".startswith(f"{name}." if name else "") for each in missing
+            f"{name_of_missing}.".startswith(f"{name}." if name else "")
+            for name_of_missing in missing
         ):
             try:
                 call = call_of(model, name, every=not name)
@@ -842,7 +844,7 @@ def tiny_model(model_type):
     if lacking:
         raise NoAttention
     raise ValueError(
-        " | ".join(dict.fromkeys(each.replace("\n", " ")[:300] for each in reasons))
+        " | ".join(dict.fromkeys(reason.replace("\n", " ")[:300] for reason in reasons))
         or "no model class"
     )
 
@@ -949,8 +951,8 @@ def _inputs_alone(model, part, generator):
     makers = _makers_alone(model, part, generator)
     needed = [
         name
-        for name, each in parameters.items()
-        if each.default is each.empty and each.kind not in VARIABLE
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in VARIABLE
     ]
     is_cross = re.search(
         r"cross|encoder_attn|encoder_decoder", f"{part} {type(called).__name__}".lower()
@@ -960,15 +962,15 @@ def _inputs_alone(model, part, generator):
     )
     position_names = [name for name in POSITIONS if name in parameters]
     sets = [[*needed, *more, *position_names], [*needed, *more], [*needed, *position_names], needed]
-    for names in dict.fromkeys(tuple(dict.fromkeys(each)) for each in sets):
+    for names in dict.fromkeys(tuple(dict.fromkeys(names_of_set)) for names_of_set in sets):
         if all(name in makers for name in names):
             several = [makers[name] for name in names]
             for index in range(
                 max(map(len, several), default=0)
             ):  # the same of all, such as their width
                 yield {
-                    name: each[min(index, len(each) - 1)]
-                    for name, each in zip(names, several, strict=True)
+                    name: value[min(index, len(value) - 1)]
+                    for name, value in zip(names, several, strict=True)
                 }
             for choice in product(*several):
                 yield dict(zip(names, choice, strict=True))
@@ -1047,19 +1049,21 @@ def _angles(model, part):
     """Yield cosines and sines of the positions of tokens, as modules of a model that rotate return
     them.
     """
-    rotary = {name: each for name, each in model.named_modules() if "Rotary" in type(each).__name__}
+    rotary = {
+        name: module for name, module in model.named_modules() if "Rotary" in type(module).__name__
+    }
     near = sorted(rotary, key=lambda name: not f"{part}.".startswith(f"{name.rpartition('.')[0]}."))
     positions, x = torch.arange(TOKENS)[None], torch.zeros(1, TOKENS, 1)
     kinds = dict.fromkeys((getattr(model.get_submodule(part), "layer_type", None), *KINDS))
     for module in (rotary[name] for name in near):
-        for given in (
+        for arguments in (
             (x, positions),
             *((x, positions, kind) for kind in kinds),
             (positions,),
             (x, positions.expand(3, 1, -1)),
         ):
             with suppress(Exception), torch.no_grad():
-                made = module(*given)
+                made = module(*arguments)
                 if isinstance(made, tuple) and len(made) == 2:
                     yield made
                     break

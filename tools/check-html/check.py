@@ -107,55 +107,55 @@ def install(folder: Path) -> None:
         shutil.copy(HERE / name, folder)
     installed = run("npm", ["ci", "--no-progress"], folder)
     if installed.returncode:
-        said = [
+        errors = [
             line for line in installed.stderr.splitlines() if line.startswith("npm error")
         ]  # the last line is the path of the log
         raise NoBrowser(
-            f"no browser from npm: {'; '.join(said[:2]) or f'exit status {installed.returncode}'}"
+            f"no browser from npm: {'; '.join(errors[:2]) or f'exit status {installed.returncode}'}"
         )
 
 
-def found_by(folder: Path, pages: list[str], *, screenshots: bool = False) -> dict[str, dict]:
+def reports_of(folder: Path, pages: list[str], *, screenshots: bool = False) -> dict[str, dict]:
     """Return the findings of `check.mjs` in a folder, by page."""
     options = ["--screenshots", str(folder)] if screenshots else []
     ran = run("node", ["check.mjs", *options, *pages], folder)
     if ran.returncode == 3:
         raise NoBrowser(ran.stderr.strip())
-    found = [json.loads(line) for line in ran.stdout.splitlines()]
-    if len(found) != len(pages):
+    reports = [json.loads(line) for line in ran.stdout.splitlines()]
+    if len(reports) != len(pages):
         raise RuntimeError(
-            f"check.mjs must print what it finds on {pages[len(found)]}, got: {ran.stderr}"
+            f"check.mjs must print what it finds on {pages[len(reports)]}, got: {ran.stderr}"
         )
-    return dict(zip(pages, found, strict=True))
+    return dict(zip(pages, reports, strict=True))
 
 
-def faults(found: dict) -> list[str]:
+def faults(report: dict) -> list[str]:
     """Describe the faults of a page."""
     return [
-        *(f"a request: {request}" for request in found["requests"]),
-        *(f"an error: {error}" for error in found["errors"]),
-        *(f"{fault['id']}, {fault['view']}: {fault['first']}" for fault in found["violations"]),
+        *(f"a request: {request}" for request in report["requests"]),
+        *(f"an error: {error}" for error in report["errors"]),
+        *(f"{fault['id']}, {fault['view']}: {fault['first']}" for fault in report["violations"]),
         *(
             f"wider than the window: {view['view']}"
-            for view in found["views"]
+            for view in report["views"]
             if view["overflow"] > 0
         ),
-        *found["looks"],
-        *(["its status is not 0"] if found["status"] else []),
+        *report["looks"],
+        *(["its status is not 0"] if report["status"] else []),
     ]
 
 
-def undetected(found: dict) -> list[str]:
+def undetected(report: dict) -> list[str]:
     """Describe the faults of the control page that were missed."""
     detected = {
-        "the request": "http://127.0.0.1:9/x.png" in found["requests"],
-        "the error": any("oops" in error for error in found["errors"]),
+        "the request": "http://127.0.0.1:9/x.png" in report["requests"],
+        "the error": any("oops" in error for error in report["errors"]),
         "the faults of the picture and of the color": {"image-alt", "color-contrast"}
-        <= {fault["id"] for fault in found["violations"]},
-        "the width, in each view": bool(found["views"])
-        and all(view["overflow"] > 0 for view in found["views"]),
-        **{f"what looks wrong: {words}": words in " ".join(found["looks"]) for words in LOOKS},
-        "the status": found["status"] == 1,
+        <= {fault["id"] for fault in report["violations"]},
+        "the width, in each view": bool(report["views"])
+        and all(view["overflow"] > 0 for view in report["views"]),
+        **{f"what looks wrong: {words}": words in " ".join(report["looks"]) for words in LOOKS},
+        "the status": report["status"] == 1,
     }
     return [f"not detected: {what}" for what, is_detected in detected.items() if not is_detected]
 
@@ -183,12 +183,12 @@ def faults_of_site(folder: Path, pages: list[str], *, screenshots: bool) -> list
         threading.Thread(target=server.serve_forever, daemon=True).start()
         site = f"http://127.0.0.1:{server.server_port}/"
         addresses = [site + (name if ".html" in name else f"{name}.html") for name in pages]
-        found = found_by(folder, addresses, screenshots=screenshots)
+        reports = reports_of(folder, addresses, screenshots=screenshots)
         server.shutdown()
     return [
         f"{page.removeprefix(site)}: {what}"
-        for page, each in found.items()
-        for what in faults(each)
+        for page, report in reports.items()
+        for what in faults(report)
     ]
 
 
@@ -207,8 +207,8 @@ def main(folder: Path, *, every_page: bool = False, screenshots: bool = False) -
         install(folder)
         make_pages(folder)
         looks = {"failed.html": faults, "hostile.html": faults, "control.html": undetected}
-        found = found_by(folder, list(looks), screenshots=screenshots)
-        wrong = [f"{name}: {what}" for name, look in looks.items() for what in look(found[name])]
+        reports = reports_of(folder, list(looks), screenshots=screenshots)
+        wrong = [f"{name}: {what}" for name, look in looks.items() for what in look(reports[name])]
         if SITE.is_dir():
             wrong += faults_of_site(folder, pages, screenshots=screenshots)
     except NoBrowser as error:

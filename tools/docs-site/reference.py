@@ -242,7 +242,9 @@ def api_page(package: str, about: str) -> str:
     if package == "parity":
         parts += [title("Results", "-"), "Classes that these functions return."]
         parts += [f".. autoclass:: {path}\n   :members:" for path in RESULTS]
-    for name in (each for each in module.__all__ if inspect.ismodule(getattr(module, each))):
+    for name in (
+        exported for exported in module.__all__ if inspect.ismodule(getattr(module, exported))
+    ):
         parts += [title(f"{package}.{name}", "-"), *entries(getattr(module, name))]
     if importlib.util.find_spec(f"{package}.parallel"):
         parts += [
@@ -313,7 +315,7 @@ def command_pages() -> dict[str, str]:
     rows, names = [], []
     for group, members in GROUPS.items():
         rows.append((f"**{group.capitalize()}**", ""))
-        for name in (each for each in members if each in COMMANDS):
+        for name in (member for member in members if member in COMMANDS):
             rows.append((f"[`{name}`]({name}.md)", command_named(name).line))
             names.append(name)
     more = "[Exit statuses and common options](../commands.md) hold for all of them."
@@ -410,7 +412,8 @@ def layouts_tables() -> str:
         tensors = dict.fromkeys(tensor for form in layout.forms for tensor in form)
         tensors |= dict.fromkeys(layout.others)
         rows = [
-            (f"`{each.name}`", f"`{each.holds}`", each.kind, f"`{each.axes}`") for each in tensors
+            (f"`{tensor.name}`", f"`{tensor.holds}`", tensor.kind, f"`{tensor.axes}`")
+            for tensor in tensors
         ]
         parts += [
             f"## {name}",
@@ -503,17 +506,18 @@ def simulated_tables() -> str:
     possible = [name for name, case in CASES.items() if case.dtype != "float16"]
     not_run = [f"`{name}`" for name in possible if name not in shown["cases"]]
     shapes = [
-        (each["shape"], *cells(each["prompt"]), *cells(each["steps"])) for each in shown["shapes"]
+        (shape["shape"], *cells(shape["prompt"]), *cells(shape["steps"]))
+        for shape in shown["shapes"]
     ]
     settings = [
         (
-            f"`{each['case']}`",
-            each["setting"],
-            f"{each['error']:.4f}",
-            share_text(each["accurate"]),
-            share_text(each["own"]) if each["own"] else "",
+            f"`{setting['case']}`",
+            setting["setting"],
+            f"{setting['error']:.4f}",
+            share_text(setting["accurate"]),
+            share_text(setting["own"]) if setting["own"] else "",
         )
-        for each in shown["settings"]
+        for setting in shown["settings"]
     ]
     return "\n\n".join(
         [
@@ -629,7 +633,7 @@ DERIVED = ("num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
 def rows_of(record: Any) -> Iterator[tuple[str, str, str]]:
     """Each field of a record, its default and its meaning."""
     meanings = meanings_of(record)
-    for field in (each for each in fields(record) if each.init):
+    for field in (candidate for candidate in fields(record) if candidate.init):
         default = "—" if field.default is MISSING else f"`{field.default!r}`"
         yield (
             f"`{field.name}`",
@@ -649,7 +653,7 @@ def meanings_of(record: Any, section: str = "Attributes:") -> dict[str, str]:
 
 def models_by_field() -> dict[str, list[str]]:
     """The transformers models of models.md with each field, each model once."""
-    found: dict[str, list[str]] = {}
+    families: dict[str, list[str]] = {}
     rows = re.findall(
         r"^\| .+? \| `(\w+)`, .+? \| `(.*)` \|$", MODELS.read_text("utf-8"), re.MULTILINE
     )
@@ -658,10 +662,10 @@ def models_by_field() -> dict[str, list[str]]:
         while (outer := re.sub(r"\([^()]*\)", "", text)) != text:  # without the fields of parts
             text = outer
         for name in re.findall(r"(\w+)=", text):
-            known = found.setdefault(name, [])
+            known = families.setdefault(name, [])
             if family not in known:
                 known.append(family)
-    return found
+    return families
 
 
 NAMES = {"jax": "JAX", "torch": "PyTorch", "tt": "TTNN"}
@@ -680,14 +684,14 @@ Without attention weights a layer chooses a kernel. "plain" means that it comput
 scores. A feature that is not in the table has a kernel everywhere."""
 
 
-def support_page(found: dict[str, dict[str, dict[str, str]]]) -> str:
+def support_page(support: dict[str, dict[str, dict[str, str]]]) -> str:
     """Features by framework and path, from the answers of each framework."""
     notes: dict[str, int] = {}
 
     def rows(features: list[Feature]) -> Iterator[tuple[str, ...]]:
         for feature in features:
             by_path = (
-                {name: answers[feature.key][path] for name, answers in found.items()}
+                {name: answers[feature.key][path] for name, answers in support.items()}
                 for path in PATHS
             )
             yield feature.title, *(cell(answers, notes) for answers in by_path)
@@ -700,7 +704,7 @@ def support_page(found: dict[str, dict[str, dict[str, str]]]) -> str:
 
     columns = [
         (answers, name)
-        for answers in found.values()
+        for answers in support.values()
         for name in answers[FEATURES[0].key]
         if name not in PATHS
     ]

@@ -129,8 +129,11 @@ FEATURES = [
     *_of("relative_products", ("", RelativeProducts(8, 8))),
     *_of("window_size", ("", 16)),
     *_of("chunk_size", ("", 16)),
-    *(each._replace(is_training=True) for each in _of("dropout", ("in training", 0.1))),
-    *(each._replace(is_training=True) for each in _of("output_dropout", ("in training", 0.1))),
+    *(feature._replace(is_training=True) for feature in _of("dropout", ("in training", 0.1))),
+    *(
+        feature._replace(is_training=True)
+        for feature in _of("output_dropout", ("in training", 0.1))
+    ),
 ]
 """Every field of `AttentionSpec`."""
 
@@ -188,18 +191,18 @@ def recorded(name: str) -> dict[str, dict[str, str]]:
 
 def record(name: str) -> None:
     """Record the answers of a framework, a feature per line."""
-    lines = (f"{json.dumps(key)}: {json.dumps(found)}" for key, found in support(name).items())
+    lines = (f"{json.dumps(key)}: {json.dumps(answer)}" for key, answer in support(name).items())
     (HERE / f"support-{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
 
 def answers(framework: "Framework", feature: Feature) -> dict[str, str]:
     """The answers about one feature."""
-    found = {path: framework.ask(path, feature) for path in PATHS}
+    answers_by_path = {path: framework.ask(path, feature) for path in PATHS}
     for name, (path, platform) in framework.kernels.items():
         with platform(), framework.plain_calls() as calls:
             if framework.ask(path, feature) == YES:
-                found[name] = "plain" if calls else "kernel"
-    return found
+                answers_by_path[name] = "plain" if calls else "kernel"
+    return answers_by_path
 
 
 # ---- Frameworks ----------------------------------------------------------------------------------
@@ -313,9 +316,10 @@ class Framework:
 
     def arguments(self, feature: Feature, seq_len_q: int, seq_len_k: int) -> dict[str, Any]:
         """The arguments of a call, without its first tokens."""
-        given = feature.call(seq_len_q, seq_len_k).items()
+        arguments_of_call = feature.call(seq_len_q, seq_len_k).items()
         return {
-            name: self.array(x, feature) if isinstance(x, np.ndarray) else x for name, x in given
+            name: self.array(x, feature) if isinstance(x, np.ndarray) else x
+            for name, x in arguments_of_call
         }
 
     @contextmanager
