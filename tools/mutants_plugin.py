@@ -14,6 +14,7 @@ import json
 import os
 import select
 import signal
+import sys
 import warnings
 from collections import defaultdict
 from contextlib import suppress
@@ -60,19 +61,28 @@ else:
         items = {item.nodeid: item for item in session.items}
         requests, answers = (int(number) for number in os.environ["MUTANTS_PIPES"].split())
         with os.fdopen(requests) as lines, os.fdopen(answers, "w") as out:
+            if _has_threads_of_jax():
+                raise RuntimeError("a module of tests runs JAX at import: its forks would hang")
             print(json.dumps({"collected": len(items)}), file=out, flush=True)
             for line in lines:
                 print(json.dumps(_answer(session, items, json.loads(line))), file=out, flush=True)
         return True
 
+    def _has_threads_of_jax():
+        """Return whether JAX has started its threads, which the children would lack."""
+        bridge = sys.modules.get("jax._src.xla_bridge")
+        return bridge is not None and bridge.backends_are_initialized()
+
     def _answer(session, items, request):
-        """Run the tests of a request in a child; return the first failure, "" if none, "no end", or
-        the reason.
+        """Run the tests of a request in a child; return the first test that fails, does not end or
+        ends the process, "" if none, or why the mutant cannot run.
         """
         unknown = [test for test in request["tests"] if test not in items]
         if unknown:
             return {"cannot": f"no such tests: {unknown[:3]}"}
         read, write = os.pipe()
+        # The child writes the name of the test that runs, in case that it hangs.
+        running = os.memfd_create("running")
         with warnings.catch_warnings():
             # JAX warns of any fork; as an error it would fail the first test.
             warnings.simplefilter("ignore")
@@ -80,28 +90,36 @@ else:
         if not child:
             os.setpgid(0, 0)
             os.close(read)
-            answer = {"failed": "pytest ended"}
+            answer = ""
             try:
-                answer = _run(session, [items[test] for test in request["tests"]], request)
+                tests = [items[test] for test in request["tests"]]
+                answer = json.dumps(_run(session, tests, request, running))
             finally:
-                os.write(write, json.dumps(answer).encode())
+                os.write(write, answer.encode())
                 os._exit(0)
         os.close(write)
         with os.fdopen(read) as result:
             ended, _, _ = select.select([result], [], [], request["seconds"])
-            text = result.read() if ended else '{"failed": "no end"}'
+            answer = result.read() if ended else ""
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # including processes that its tests left behind
         os.waitpid(child, 0)
-        return json.loads(text or '{"failed": "the process ended"}')
+        with os.fdopen(running, "rb") as file:
+            file.seek(0)
+            unfinished = file.read().decode()
+        if answer:
+            return json.loads(answer)
+        return {"failed": unfinished or "pytest ended"}
 
-    def _run(session, items, request):
+    def _run(session, items, request, running):
         if request["path"]:
             try:
                 _change(os.path.realpath(request["path"]), request["before"], request["after"])
             except ValueError as error:
                 return {"cannot": str(error)}
         for index, item in enumerate(items):
+            os.ftruncate(running, 0)
+            os.pwrite(running, item.nodeid.encode(), 0)
             following = items[index + 1] if index + 1 < len(items) else None
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if first_failure:

@@ -429,12 +429,14 @@ def server(mutants, tmp_path, monkeypatch):
 @pytest.mark.costly("the tool forks a process of pytest")
 @pytest.mark.thorough
 def test_forks_run_tests_with_a_mutant(server):
-    """The server returns the first test that fails with a mutant, '' if none does, and None
-    if the code runs at import.
+    """The server returns the first test that fails or ends the process with a mutant, '' if none
+    does, and None if the code runs at import.
     """
     assert server("return a + ONE\n", "return a - ONE\n") == "test_m.py::test_is_large"
     assert server("a < 2", "a <= 2") == ""  # the previous change is gone
     assert server("a < 2", "not (a < 2)") == "test_m.py::test_is_small"
+    leaves = "__import__('os')._exit(3)\n"
+    assert server("return a + ONE\n", leaves) == "test_m.py::test_is_large"
     assert server("ONE = 1", "ONE = (2)") is None  # runs as the module is imported
 
 

@@ -47,7 +47,7 @@ def array(*shape: int) -> Any:
     return jax.random.normal(jax.random.key(3), shape)
 
 
-CAUSAL = jnp.tril(jnp.ones((2, 1, 10, 10), bool))
+CAUSAL = np.tril(np.ones((2, 1, 10, 10), bool))
 
 # ---- Layers of Flax ------------------------------------------------------------------------------
 

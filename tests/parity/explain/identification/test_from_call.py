@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from flax import nnx
@@ -131,65 +132,71 @@ PLAIN = AttentionSpec(E, HEADS)
 GRID_ROPE = Rope(sections=(2, 2), section_frequencies="own")
 
 REPORTED: dict[str, tuple[Any, Any, AttentionSpec, bool, dict[str, str]]] = {
-    "boundaries": (by_boundaries, ENDS, PLAIN, False, {"segment_ids": "given"}),
-    "boundaries-of-one-segment": (by_boundaries, ONE, PLAIN, False, {"segment_ids": "given"}),
+    "boundaries": (by_boundaries, ENDS, PLAIN, False, {"segment_ids": "argument"}),
+    "boundaries-of-one-segment": (by_boundaries, ONE, PLAIN, False, {"segment_ids": "argument"}),
     "boundaries-of-equal-segments": (
         by_boundaries,
         EQUAL_ENDS,
         PLAIN,
         False,
-        {"segment_ids": "given"},
+        {"segment_ids": "argument"},
     ),
-    "boundaries-in-causal": (by_boundaries_and_causal, ENDS, PLAIN, True, {"segment_ids": "given"}),
+    "boundaries-in-causal": (
+        by_boundaries_and_causal,
+        ENDS,
+        PLAIN,
+        True,
+        {"segment_ids": "argument"},
+    ),
     "equal-boundaries-in-causal": (
         by_boundaries_and_causal,
         EQUAL_ENDS,
         PLAIN,
         True,
-        {"segment_ids": "given"},
+        {"segment_ids": "argument"},
     ),
-    "lengths": (by_lengths, [10, 14], PLAIN, False, {"segment_ids": "given"}),
-    "numbers-of-segments": (by_numbers, IDS, PLAIN, False, {"segment_ids": "given"}),
-    "mask-of-blocks": (plus, numbers_of(IDS[:, None] != IDS), PLAIN, False, {"mask": "given"}),
+    "lengths": (by_lengths, [10, 14], PLAIN, False, {"segment_ids": "argument"}),
+    "numbers-of-segments": (by_numbers, IDS, PLAIN, False, {"segment_ids": "argument"}),
+    "mask-of-blocks": (plus, numbers_of(IDS[:, None] != IDS), PLAIN, False, {"mask": "argument"}),
     "mask-of-equal-blocks": (
         plus,
         numbers_of(EQUAL_IDS[:, None] != EQUAL_IDS),
         PLAIN,
         False,
-        {"mask": "given"},
+        {"mask": "argument"},
     ),
-    "mask-that-is-causal": (plus, numbers_of(LATER), PLAIN, True, {"mask": "given"}),
+    "mask-that-is-causal": (plus, numbers_of(LATER), PLAIN, True, {"mask": "argument"}),
     "mask-of-a-window": (
         *(plus, numbers_of(LATER | (POSITIONS[:, None] - POSITIONS >= 5))),
-        *(PLAIN.replace(window_size=5), True, {"mask": "given"}),
+        *(PLAIN.replace(window_size=5), True, {"mask": "argument"}),
     ),
     "scale": (
         lambda q, k, v, scale: scored(q, k, v, None, scale),
         0.3,
         PLAIN.replace(scale=0.3),
         False,
-        {"scale": "given"},
+        {"scale": "argument"},
     ),
     "bias": (
         plus,
         -SLOPES[:, None, None] * (POSITIONS[:, None] - POSITIONS).abs(),
         PLAIN.replace(alibi=Alibi()),
         False,
-        {"bias": "given"},
+        {"bias": "argument"},
     ),
     "angles": (
         with_angles,
         angles_of(POSITIONS),
         PLAIN.replace(rope=Rope()),
         False,
-        {"positions": "given"},
+        {"positions": "argument"},
     ),
     "angles-on-a-grid": (
         with_angles,
         angles_of(POSITIONS // 6, POSITIONS % 6),
         PLAIN.replace(rope=GRID_ROPE),
         False,
-        {"positions": "given"},
+        {"positions": "argument"},
     ),
     "nothing-that-counts": (lambda q, k, v, _: scored(q, k, v), ENDS, PLAIN, False, {}),
     "chunks-of-its-own": (in_fixed_chunks, EQUAL_ENDS, PLAIN.replace(chunk_size=8), False, {}),
@@ -209,7 +216,7 @@ def test_call_argument_is_reported(name):
     assert layer.spec is not None, str(layer)
     assert (layer.spec, layer.is_causal, layer.from_call) == (spec, is_causal, from_call)
     for part in from_call:
-        assert f"from its call: {part}=given" in str(layer)
+        assert f"from its call: {part}=argument" in str(layer)
 
 
 REJECTED: dict[str, tuple[Any, Any]] = {
@@ -259,7 +266,7 @@ def test_unchangeable_argument_is_unknown():
     """A mask that raises an error when changed is reported as `unknown`."""
     model = Caller(strict_about_its_mask, torch.zeros(TOKENS, TOKENS)).eval()
     (layer,) = identify(model, {"x": torch.randn(2, TOKENS, E)})
-    assert layer.from_call == {"unknown": "given"}
+    assert layer.from_call == {"unknown": "argument"}
 
 
 @pytest.mark.parametrize("name", REJECTED)
@@ -398,8 +405,8 @@ class FlaxAttention(nnx.Module):
 @pytest.mark.parametrize(
     ("argument", "is_causal", "from_call"),
     [
-        ({"ids": jnp.tile(jnp.arange(16) // 8, (2, 1))}, False, {"segment_ids": "ids"}),
-        ({"mask": jnp.tril(jnp.ones((1, 1, 16, 16), bool))}, True, {"mask": "mask"}),
+        ({"ids": np.repeat([[0, 1], [0, 1]], 8, axis=1)}, False, {"segment_ids": "ids"}),
+        ({"mask": np.tril(np.ones((1, 1, 16, 16), bool))}, True, {"mask": "mask"}),
         ({}, False, {}),
     ],
 )
