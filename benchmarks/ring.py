@@ -41,17 +41,17 @@ def compiled(program: Program, options: dict[str, Any] | None) -> Any:
 
 def runner(program: Any, arguments: Any) -> Callable[[], Any]:
     """Return a function that runs a program on random arguments, which lie as it expects them."""
-    keys = iter(jax.random.split(jax.random.key(0), 100))
+    arrays, structure = jax.tree.flatten(arguments)
+    keys = jax.random.split(jax.random.key(0), len(arrays))
+    drawn = [random_like(array, key) for array, key in zip(arrays, keys, strict=True)]
+    drawn_arguments = jax.tree.unflatten(structure, drawn)
+    return lambda: jax.block_until_ready(program(*drawn_arguments))
 
-    def fill(array: Any) -> Any:
-        draw = jax.jit(
-            lambda key: jax.random.normal(key, array.shape, array.dtype),
-            out_shardings=array.sharding,
-        )
-        return draw(next(keys)) * 0.05
 
-    filled = jax.tree.map(fill, arguments)
-    return lambda: jax.block_until_ready(program(*filled))
+def random_like(array: Any, key: jax.Array) -> jax.Array:
+    """Return small random values in the shape of an array, divided over devices in the same way."""
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=array.sharding)
+    return draw(key, array.shape, array.dtype) * 0.05
 
 
 def measured_row(tokens: int, index: int, side: Any) -> Row:

@@ -136,7 +136,8 @@ class Placement:
             if laid_out is None:
                 # Zeros, because nothing else is written where heads are padded.
                 laid_out = np.zeros(self.shapes[name], weight.dtype)
-            view = self._features(self._heads(_bits(laid_out), part, tensor), part)
+            heads = self._heads(_bits(laid_out), part, tensor)
+            view = self._features(heads, part)
             bits = _bits(weight)
             if tensor.is_per_head:
                 names_of_heads = [*self._shapes[tensor]]
