@@ -34,12 +34,15 @@ from mha_tt.weights import Project
 
 MOST_IN_OWN_TILES = 4
 """Up to this many sequences keep their own tiles until the end of a step, which saves an operation
-but computes tiles with a single row. More sequences share tiles.
+but multiplies the output projection by the number of sequences, since each tile has a single row.
+More sequences share tiles. An estimate: devices were not measured at other bounds.
 """
 
 INPUT_BLOCK = 8
 """Maximum number of input tiles, along the features that a product sums, that a core reads at a
-time.
+time. Each block is one broadcast to all cores, so larger ones are fewer, but a core keeps two of
+them and of the weights in its memory; 8 tiles of bfloat16 are 16 KiB of about 1.5 MB. An estimate,
+as the bound above.
 """
 
 
@@ -69,9 +72,9 @@ def decode_step(
     of_layer: Any = {"compute_kernel_config": layer.compute_kernel_config}
     if is_packed:
         tokens = ttnn.reshape(x, (1, 1, batch_size, width))
-        packed, are_apart = _packed(layer, tokens, prepared)
-        q, new = _heads(packed, spec, rotation, are_apart)
-        _write(cache, new, positions, are_apart)
+        packed, are_sharded = _packed(layer, tokens, prepared)
+        q, new = _heads(packed, spec, rotation, are_sharded)
+        _write(cache, new, positions, are_sharded)
     else:
         tokens = ttnn.reshape(x, (1, batch_size, width))
         if head_weights is None:
@@ -199,7 +202,8 @@ def _packed(
     x: Float[Tensor, "1 1 B d_in"],
     prepared: PreparedWeights,
 ) -> tuple[Float[Tensor, "1 1 B (N+2K)P"], bool]:
-    """Return concatenated queries, keys and values, and whether each core has at most one head.
+    """Return concatenated queries, keys and values, and whether they are sharded, at most one head
+    on a core.
 
     If so, keys can be moved to separate cores and written together with values.
     """
@@ -265,7 +269,7 @@ def _heads(
     packed: Float[Tensor, "1 1 B (N+2K)P"],
     spec: AttentionSpec,
     rotation: Rotation | None,
-    are_apart: bool,
+    are_sharded: bool,
 ) -> tuple[Float[Tensor, "1 B N P"], tuple[Float[Tensor, "1 B K P"], Float[Tensor, "1 B K P"]]]:
     """Return rotated queries, keys and values, with one core per sequence."""
     if spec.clip_qkv is not None:
@@ -274,7 +278,7 @@ def _heads(
         packed,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
-        overlap_qk_coregrid=not are_apart,
+        overlap_qk_coregrid=not are_sharded,
     )
     if rotation is None:
         return (q, (k, v))
@@ -282,12 +286,12 @@ def _heads(
 
 
 def _write(
-    cache: Cache, new: tuple[Tensor, Tensor], positions: DecodePositions, are_apart: bool
+    cache: Cache, new: tuple[Tensor, Tensor], positions: DecodePositions, are_sharded: bool
 ) -> None:
     """Write keys and values of new tokens into their slots; both at once if they are on separate
     cores.
     """
-    if not (are_apart and all(x.is_sharded() for x in new)):
+    if not (are_sharded and all(x.is_sharded() for x in new)):
         write_rows(cache, new, positions.slots)
         return
     (keys, values), (new_keys, new_values) = cache.slots.values(), new

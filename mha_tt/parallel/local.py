@@ -120,7 +120,7 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
         raise InputError(
             name,
             "be over='head' to be divided, "
-            "since that over the width of all heads needs a sum over chips",
+            "since a norm over the width of all heads needs a sum over chips",
             {name: norm},
         )
     if spec.alibi is not None:

@@ -48,46 +48,46 @@ def problem(feature, seq_len, dtype, head_dim=SHAPE[3]):
     query, key, value = (
         draw(batch_size, n, seq_len, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads)
     )
-    told = dict(FEATURES[feature])
+    options = dict(FEATURES[feature])
     spec = AttentionSpec(
-        num_heads * head_dim, num_heads, num_kv_heads=num_kv_heads, **told.pop("spec", {})
+        num_heads * head_dim, num_heads, num_kv_heads=num_kv_heads, **options.pop("spec", {})
     )
-    if "key_padding_lengths" in told:
-        lengths = [round(share * seq_len) for share in told["key_padding_lengths"]]
-        told["key_padding_lengths"] = torch.tensor(lengths, device=DEVICE)
-    if "segment_ids" in told:
-        ids = torch.arange(seq_len, device=DEVICE) * told["segment_ids"] // seq_len
-        told["segment_ids"] = ids.expand(batch_size, -1)
-    if "mask" in told:
-        told["mask"] = (
-            torch.rand(batch_size, 1, seq_len, seq_len, generator=generator) < told["mask"]
+    if "key_padding_lengths" in options:
+        lengths = [round(share * seq_len) for share in options["key_padding_lengths"]]
+        options["key_padding_lengths"] = torch.tensor(lengths, device=DEVICE)
+    if "segment_ids" in options:
+        ids = torch.arange(seq_len, device=DEVICE) * options["segment_ids"] // seq_len
+        options["segment_ids"] = ids.expand(batch_size, -1)
+    if "mask" in options:
+        options["mask"] = (
+            torch.rand(batch_size, 1, seq_len, seq_len, generator=generator) < options["mask"]
         ).to(DEVICE)
-    if "bias" in told:
-        told["bias"] = draw(1, num_heads, seq_len, seq_len)
+    if "bias" in options:
+        options["bias"] = draw(1, num_heads, seq_len, seq_len)
     if spec.sinks:
-        told["sinks"] = draw(num_heads)
-    return (query, key, value), {"spec": spec, **told}
+        options["sinks"] = draw(num_heads)
+    return (query, key, value), {"spec": spec, **options}
 
 
-def both(heads, told, *, with_gradients=False):
+def both(heads, options, *, with_gradients=False):
     """Return the context by the fastest kernel and by the definition in float32, with the gradients
     of both.
     """
-    found = []
+    results = []
     for attend, dtype in (
         (fused_attention(mha_torch), heads[0].dtype),
         (plain_attention(mha_torch), torch.float32),
     ):
         leaves = [x.detach().to(dtype).requires_grad_(with_gradients) for x in heads]
         keywords = {
-            name: x.to(dtype) if name in ("bias", "sinks") else x for name, x in told.items()
+            name: x.to(dtype) if name in ("bias", "sinks") else x for name, x in options.items()
         }
         context, _ = attend(*leaves, **keywords)
         grads = (
             torch.autograd.grad(context.float().square().sum(), leaves) if with_gradients else ()
         )
-        found.append((context, *grads))
-    return found
+        results.append((context, *grads))
+    return results
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +96,8 @@ def exact_products():
     torch.compiler.reset()
 
 
-def assert_near(found, expected, dtype):
-    for ours, theirs in zip(found, expected, strict=True):
+def assert_near(actual, expected, dtype):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (
             float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < TOLERANCE[dtype]
         )
@@ -108,8 +108,8 @@ def assert_near(found, expected, dtype):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_small_calls_match_definition(feature, dtype, with_gradients):
     """Contexts and gradients of 200 tokens match the definition, for each feature and dtype."""
-    heads, told = problem(feature, SMALL, dtype)
-    assert_near(*both(heads, told, with_gradients=with_gradients), dtype)
+    heads, options = problem(feature, SMALL, dtype)
+    assert_near(*both(heads, options, with_gradients=with_gradients), dtype)
 
 
 @pytest.mark.parametrize("with_gradients", [False, True], ids=["forward", "gradients"])
@@ -119,8 +119,8 @@ def test_large_calls_use_flex_attention(monkeypatch, feature, with_gradients):
     calls, kernel = [], flex._attend_between
     monkeypatch.setattr(flex, "_attend_between", lambda *args: calls.append(1) or kernel(*args))
     for seq_len in (LARGE, LARGE + 130):  # the second with other sizes, which compiles again
-        heads, told = problem(feature, seq_len, torch.bfloat16)
-        assert_near(*both(heads, told, with_gradients=with_gradients), torch.bfloat16)
+        heads, options = problem(feature, seq_len, torch.bfloat16)
+        assert_near(*both(heads, options, with_gradients=with_gradients), torch.bfloat16)
     assert len(calls) == 2
 
 
@@ -128,28 +128,28 @@ def test_large_calls_use_flex_attention(monkeypatch, feature, with_gradients):
 @pytest.mark.parametrize("feature", ["causal", "mask", "lengths"])
 def test_masks_hide_large_logits(feature, dtype):
     """Masks hide keys in half precision even if logits are 250,000 times as large."""
-    heads, told = problem(feature, SMALL, dtype)
+    heads, options = problem(feature, SMALL, dtype)
     heads = (heads[0] * 500, heads[1] * 500, heads[2])
-    assert_near(*both(heads, told), dtype)
+    assert_near(*both(heads, options), dtype)
 
 
 def test_compiled_masks_hide_large_logits():
     """In a compiled call in bfloat16, a mask hides keys even if
     logits are 250,000 times as large.
     """
-    heads, told = problem("mask", SMALL, torch.bfloat16)
+    heads, options = problem("mask", SMALL, torch.bfloat16)
     heads = (heads[0] * 500, heads[1] * 500, heads[2])
     attend = torch.compile(
-        lambda *heads: fused_attention(mha_torch)(*heads, **told)[0], fullgraph=True
+        lambda *heads: fused_attention(mha_torch)(*heads, **options)[0], fullgraph=True
     )
-    assert_near([attend(*heads)], [both(heads, told)[1][0]], torch.bfloat16)
+    assert_near([attend(*heads)], [both(heads, options)[1][0]], torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_alibi_matches_with_narrow_heads(dtype):
     """ALiBi with heads of 8 features matches the definition in half precision."""
-    heads, told = problem("alibi", SMALL, dtype, head_dim=8)
-    assert_near(*both(heads, told), dtype)
+    heads, options = problem("alibi", SMALL, dtype, head_dim=8)
+    assert_near(*both(heads, options), dtype)
 
 
 def attend_contained(kernel, heads, spec, **masks):
@@ -163,25 +163,25 @@ def test_nan_positions_match_definition(feature, seq_len):
     """In contained kernels, NaN in queries, keys and values, and hidden infinity, yield
     NaN exactly where the definition has it.
     """
-    heads, told = problem(feature, seq_len, torch.bfloat16)
+    heads, options = problem(feature, seq_len, torch.bfloat16)
     for x, index in zip(heads, (11, 150, 170), strict=True):
         x[1, 1, index, 3] = torch.nan
     if feature == "lengths":
         heads[1][1, :, seq_len - 1] = torch.inf  # hidden
-    found = attend_contained(mha_torch.fused.attend, heads, **told)
-    expected = attend_contained(lambda *arguments: stages.attend(*arguments)[0], heads, **told)
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert found.isnan().any()
-    assert not found.isnan().all()
+    actual = attend_contained(mha_torch.fused.attend, heads, **options)
+    expected = attend_contained(lambda *arguments: stages.attend(*arguments)[0], heads, **options)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert actual.isnan().any()
+    assert not actual.isnan().all()
 
 
 def test_row_of_overflowing_scores_is_nan():
     """A contained row whose scores all overflow is NaN, and the other sequence stays finite."""
-    heads, told = problem("causal", SMALL, torch.bfloat16)
+    heads, options = problem("causal", SMALL, torch.bfloat16)
     heads[0][0, 0, 7], heads[1][0, 0] = 1e30, -1e30
-    found = attend_contained(mha_torch.fused.attend, heads, **told)
-    assert found[0, 0, 7].isnan().all()
-    assert found[1].isfinite().all()
+    actual = attend_contained(mha_torch.fused.attend, heads, **options)
+    assert actual[0, 0, 7].isnan().all()
+    assert actual[1].isfinite().all()
 
 
 def layer_of(kind, **fields):
@@ -191,9 +191,9 @@ def layer_of(kind, **fields):
     ).eval()
 
 
-@pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=["full", "causal"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
 @pytest.mark.parametrize("is_contained", [False, True], ids=["default", "contained"])
-def test_layer_synchronizes_if_contained(told, is_contained):
+def test_layer_synchronizes_if_contained(options, is_contained):
     """A call of a layer never synchronizes with the device; with a contained kernel, exactly
     once.
     """
@@ -203,18 +203,20 @@ def test_layer_synchronizes_if_contained(told, is_contained):
     )
     layer.kernel = contained(layer.kernel) if is_contained else layer.kernel
     with torch.no_grad(), warnings.catch_warnings(record=True) as waits:
-        layer(x, **told)
+        layer(x, **options)
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            layer(x, **told)
+            layer(x, **options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len([each for each in waits if "synchroniz" in str(each.message)]) == int(is_contained)
+    assert len([warning for warning in waits if "synchroniz" in str(warning.message)]) == int(
+        is_contained
+    )
 
 
-@pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=["full", "causal"])
-def test_layer_in_cuda_graph_keeps_nan(told):
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
+def test_layer_in_cuda_graph_keeps_nan(options):
     """A contained layer in a CUDA graph has the same output, bit for bit, and NaN at the same
     positions.
     """
@@ -224,15 +226,15 @@ def test_layer_in_cuda_graph_keeps_nan(told):
     )
     layer.kernel = contained(layer.kernel)
     with torch.no_grad():
-        expected = layer(x, **told)[0]
+        expected = layer(x, **options)[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            output = layer(x, **told)[0]
+            output = layer(x, **options)[0]
         graph.replay()
         assert torch.equal(output, expected)
         x[1, 60, 0] = torch.nan
         graph.replay()
-        assert torch.equal(output.isnan(), layer(x, **told)[0].isnan())
+        assert torch.equal(output.isnan(), layer(x, **options)[0].isnan())
 
 
 def test_steps_run_in_a_cuda_graph():
@@ -279,12 +281,12 @@ def test_steps_do_not_use_cudnn(monkeypatch):
 @pytest.mark.parametrize("seq_len", [SMALL, LARGE])
 def test_compiled_calls_agree(feature, seq_len):
     """Compiled calls match the definition in bfloat16, for 200 and 2048 tokens."""
-    heads, told = problem(feature, seq_len, torch.bfloat16)
+    heads, options = problem(feature, seq_len, torch.bfloat16)
     attend = torch.compile(
-        lambda *heads: fused_attention(mha_torch)(*heads, **told)[0], fullgraph=True
+        lambda *heads: fused_attention(mha_torch)(*heads, **options)[0], fullgraph=True
     )
     with torch.no_grad():
-        assert_near([attend(*heads)], [both(heads, told)[1][0]], torch.bfloat16)
+        assert_near([attend(*heads)], [both(heads, options)[1][0]], torch.bfloat16)
 
 
 def test_numpy_arrays_raise_on_gpu():

@@ -17,7 +17,7 @@ def older(values):
         return values
     base, base_of_windows = BASES.get(values["model_type"], ("rope_theta", "rope_local_base_freq"))
     if all(
-        isinstance(each, dict) for each in rope.values()
+        isinstance(entry, dict) for entry in rope.values()
     ):  # layers with a window had a base of their own
         if base_of_windows is not None:
             values[base_of_windows] = rope["sliding_attention"]["rope_theta"]

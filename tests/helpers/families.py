@@ -548,7 +548,7 @@ WITH_LATENTS = {
     ),
 }
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
-LINEAR |= {f"linear_{each}_{size}": 4 for each in ("num_key", "num_value") for size in ("heads",)}
+LINEAR |= {f"linear_{part}_{size}": 4 for part in ("num_key", "num_value") for size in ("heads",)}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 MAMBA = {
     "mamba_n_heads": 4,

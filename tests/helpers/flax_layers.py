@@ -167,7 +167,7 @@ class Decoder(nnx.Module):
     def __init__(self, *attention: type, **odd: Any):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Embed(50, 32, rngs=rngs)
-        self.layers = nnx.List([Block(each, rngs, **odd) for each in attention])
+        self.layers = nnx.List([Block(kind, rngs, **odd) for kind in attention])
         self.head = nnx.Linear(32, 50, rngs=rngs)
 
     def __call__(self, tokens: Any, segment_pos: Any) -> Any:

@@ -73,12 +73,12 @@ class JaxSibling(Sibling):
     package = mha_jax
     backend = jax_backend
 
-    def assert_same(self, found: np.ndarray, expected: np.ndarray, path: str) -> None:
+    def assert_same(self, actual: np.ndarray, expected: np.ndarray, path: str) -> None:
         """Only the fused kernel is not exact: XLA compiles a different program of it for each
         shape.
         """
         __tracebackhide__ = True
-        self.assert_close(found, expected, within=4 * EPSILON if path.endswith("fused") else 0.0)
+        self.assert_close(actual, expected, within=4 * EPSILON if path.endswith("fused") else 0.0)
 
     @property
     def required(self) -> dict[str, Any]:

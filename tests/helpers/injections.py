@@ -90,7 +90,7 @@ def attribute(name: str, value: Callable[[nn.Module], object]) -> Callable[..., 
     return lambda model, module, stack: set_in(module, name, value(module), stack)
 
 
-def told(name: str, change: Callable[..., object]) -> Callable[..., None]:
+def argument(name: str, change: Callable[..., object]) -> Callable[..., None]:
     """Change one keyword argument of the module's call."""
 
     def inject(model, module, stack):
@@ -107,16 +107,18 @@ def at(
 ) -> Callable[..., None]:
     """Compute cosines and sines for other positions, or with a different theta."""
 
-    def change(given, module, position_ids, **_):
+    def change(position_embeddings, module, position_ids, **_):
         is_half = "GptOss" in type(module).__name__  # its tables hold each angle once
-        width = given[0].shape[-1] * (2 if is_half else 1)
+        width = position_embeddings[0].shape[-1] * (2 if is_half else 1)
         base = module.config.rope_parameters["rope_theta"] if theta is None else theta
         frequencies = 1.0 / base ** (torch.arange(0, width, 2).float() / width)
         angles = change_positions(position_ids)[..., None].float() * frequencies
         angles = angles if is_half else torch.cat([angles, angles], dim=-1)
-        return angles.cos().to(given[0].dtype), angles.sin().to(given[0].dtype)
+        return angles.cos().to(position_embeddings[0].dtype), angles.sin().to(
+            position_embeddings[0].dtype
+        )
 
-    return told("position_embeddings", change)
+    return argument("position_embeddings", change)
 
 
 def combined(change: Callable[[Tensor], Tensor]) -> Callable[..., None]:
@@ -153,8 +155,8 @@ def function(attend: Callable[..., Tensor]) -> Callable[..., None]:
                 key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
             scores = query @ key.transpose(2, 3) * scaling
             mask = 0.0 if attention_mask is None else attention_mask[..., : key.shape[2]]
-            found = attend(scores, mask)
-            return (found @ value).transpose(1, 2).contiguous(), found
+            context = attend(scores, mask)
+            return (context @ value).transpose(1, 2).contiguous(), context
 
         set_in(modeling, "eager_attention_forward", eager, stack)
 
@@ -188,10 +190,14 @@ def seeing(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., None]:
     def another(mask, module, position_ids, hidden_states, **_):
         queries = torch.arange(mask.shape[3] - hidden_states.shape[1], mask.shape[3])
         distance = queries[:, None] - torch.arange(mask.shape[3])
-        seen = change(distance, module.config.get_text_config().to_dict().get("sliding_window"))
-        return torch.where(seen, 0.0, torch.finfo(mask.dtype).min).expand_as(mask).contiguous()
+        is_visible = change(
+            distance, module.config.get_text_config().to_dict().get("sliding_window")
+        )
+        return (
+            torch.where(is_visible, 0.0, torch.finfo(mask.dtype).min).expand_as(mask).contiguous()
+        )
 
-    return told("attention_mask", another)
+    return argument("attention_mask", another)
 
 
 def stale(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,10 +295,12 @@ BUGS = {
     "no RoPE": Injection(
         ("rope-missing",),
         QK,
-        told("position_embeddings", lambda x, **_: (torch.ones_like(x[0]), torch.zeros_like(x[1]))),
+        argument(
+            "position_embeddings", lambda x, **_: (torch.ones_like(x[0]), torch.zeros_like(x[1]))
+        ),
     ),
     "RoPE reversed": Injection(
-        ("rope-reversed",), QK, told("position_embeddings", lambda x, **_: (x[0], -x[1]))
+        ("rope-reversed",), QK, argument("position_embeddings", lambda x, **_: (x[0], -x[1]))
     ),
     "one further": Injection(("rope-off-by-one",), QK, at(lambda p: p + 1)),
     "one before": Injection(("rope-off-by-minus-one",), QK, at(lambda p: p - 1)),

@@ -78,32 +78,34 @@ class Rejects:
         assert self.where in input_error.where, str(input_error)
         assert self.hint in input_error.hint, str(input_error)
         assert not self.remedy or any(
-            self.remedy.items() <= each.items() for each in _each(input_error.remedy)
+            self.remedy.items() <= remedy.items() for remedy in _each(input_error.remedy)
         ), str(input_error)
         if isinstance(self.got, str):
             shown = input_error.got if isinstance(input_error.got, str) else str(input_error.got)
             assert self.got in shown, str(input_error)
             return
-        held = {} if isinstance(input_error.got, str) else input_error.got
+        values = {} if isinstance(input_error.got, str) else input_error.got
         for name, value in self.got.items():
-            assert name in held, str(input_error)
-            assert isinstance(value, EllipsisType) or _is_same(held[name], value), str(input_error)
+            assert name in values, str(input_error)
+            assert isinstance(value, EllipsisType) or _is_same(values[name], value), str(
+                input_error
+            )
 
     def is_printed_in(self, text: str) -> bool:
         """Return whether a line of the text is the message of such an error, with any rule."""
         return any(map(self._is_printed_as, text.splitlines()))
 
     def _is_printed_as(self, line: str) -> bool:
-        head, _, said = line.partition(" must ")
-        found = re.fullmatch(rf"(?:(?P<where>.*): )?{self._pattern()}", head)
-        got, _, advice = said.partition(", got ")[2].partition("; ")
+        head, _, rule = line.partition(" must ")
+        match = re.fullmatch(rf"(?:(?P<where>.*): )?{self._pattern()}", head)
+        got, _, advice = rule.partition(", got ")[2].partition("; ")
         return (
-            said != ""
-            and found is not None
-            and self.where in (found["where"] or "")
+            rule != ""
+            and match is not None
+            and self.where in (match["where"] or "")
             and self._is_passed_in(got)
-            and _are_listed(self.remedy, advice or said.partition("; ")[2])
-            and self.hint in said
+            and _are_listed(self.remedy, advice or rule.partition("; ")[2])
+            and self.hint in rule
         )
 
     def _is_passed_in(self, got: str) -> bool:
@@ -178,7 +180,7 @@ def _are_listed(settings: Mapping[str, Any], text: str) -> bool:
         else rf"{re.escape(_setting(name, value))}(?![^\s,])"
         for name, value in settings.items()
     )
-    return all(re.search(rf"(?<!\S){each}", text) for each in shown)
+    return all(re.search(rf"(?<!\S){pattern}", text) for pattern in shown)
 
 
 def _is_same(value: Any, expected: Any) -> bool:

@@ -60,34 +60,34 @@ def counts(program, size):
     """Count the arrays of at least this size that a lowered program creates, without its arguments,
     and its waits.
     """
-    found = dict.fromkeys(Counts._fields, 0)
+    totals = dict.fromkeys(Counts._fields, 0)
 
     def count(operation):
         name = operation.name
         if name == "stablehlo.custom_call":
-            found["callbacks"] += "callback" in str(operation.attributes["call_target_name"])
-        found["callbacks"] += name in TRANSFERS
-        found["branches"] += name in ("stablehlo.case", "stablehlo.if") or _is_open_loop(operation)
+            totals["callbacks"] += "callback" in str(operation.attributes["call_target_name"])
+        totals["callbacks"] += name in TRANSFERS
+        totals["branches"] += name in ("stablehlo.case", "stablehlo.if") or _is_open_loop(operation)
         for result in operation.results:
             if not isinstance(result.type, ir.RankedTensorType):
                 continue
             element = str(result.type.element_type)
-            found["float64"] += element == "f64"
+            totals["float64"] += element == "f64"
             if name not in VIEWS and prod(result.type.shape) >= size:
-                found["masks" if element == "i1" else "arrays"] += 1
+                totals["masks" if element == "i1" else "arrays"] += 1
         return ir.WalkResult.ADVANCE
 
     module = program.compiler_ir("stablehlo")
     with module.context:
         module.operation.walk(lambda operation: count(operation.operation))
-    return Counts(**found)
+    return Counts(**totals)
 
 
 def _is_open_loop(operation):
     """Return True for a loop whose trip count is not a constant of the program."""
     if operation.name != "stablehlo.while":
         return False
-    condition = [each.operation.name for each in operation.regions[0].blocks[0].operations]
+    condition = [inner.operation.name for inner in operation.regions[0].blocks[0].operations]
     return condition != [
         "stablehlo.constant",
         "stablehlo.compare",

@@ -58,7 +58,7 @@ def broken_softmax() -> Iterator[None]:
 def hostile_report() -> Report:
     """Return a report in which every text from outside is an attack."""
     good = run_cases([CASES["textbook"]], ["torch"])
-    renamed = [replace(found, backend=f"torch ({HOSTILE})") for found in good.comparisons]
+    renamed = [replace(comparison, backend=f"torch ({HOSTILE})") for comparison in good.comparisons]
     lost = failure(np.ones(2), HOSTILE, Label(HOSTILE, f"torch ({HOSTILE})", "float32", "q"))
     report = Report(
         [*renamed, lost],

@@ -20,7 +20,7 @@ def problem_of(spec, seq_len=8, **options):
 def computed(weights, spec, x, positions=None, q_norm=None):
     """Return the stages of a layer in torch, without its mask, for a rank or the whole layer."""
     weights = {name: torch.from_numpy(np.array(weight)) for name, weight in weights.items()}
-    x, found = torch.from_numpy(np.array(x)), {}
+    x, stages = torch.from_numpy(np.array(x)), {}
     project = mha_torch.project_with(weights, spec)
     named = (
         project
@@ -28,26 +28,28 @@ def computed(weights, spec, x, positions=None, q_norm=None):
         else lambda name, y: q_norm[name] if name in q_norm else project(name, y)
     )
     q, k, v = mha_torch.project_qkv(named, x, x, x, spec, positions)
-    found |= {"q": q, "k": k, "v": v}
-    found["scores"] = mha_torch.attention_scores(q, k, None, spec)
-    hidden = torch.ones(found["scores"].shape[2:], dtype=torch.bool).triu(1)
-    found["attn_weights"] = mha_torch.masked_softmax(found["scores"], hidden, weights.get("sinks"))
-    found["context"] = mha_torch.attention_context(found["attn_weights"], v)
-    context = found["context"]
+    stages |= {"q": q, "k": k, "v": v}
+    stages["scores"] = mha_torch.attention_scores(q, k, None, spec)
+    hidden = torch.ones(stages["scores"].shape[2:], dtype=torch.bool).triu(1)
+    stages["attn_weights"] = mha_torch.masked_softmax(
+        stages["scores"], hidden, weights.get("sinks")
+    )
+    stages["context"] = mha_torch.attention_context(stages["attn_weights"], v)
+    context = stages["context"]
     if spec.gate is not None:
-        found["gate"] = project("gate_proj", x)
-        context = mha_torch.apply_gate(context, found["gate"])
+        stages["gate"] = project("gate_proj", x)
+        context = mha_torch.apply_gate(context, stages["gate"])
     output = mha_torch.combine_heads(context)
-    return found | {"output": project("out_proj", output) if spec.out_proj else output}
+    return stages | {"output": project("out_proj", output) if spec.out_proj else output}
 
 
 def of_heads(problem, size, inject=lambda rank, own, spec: (own, spec)):
     """Return the stages that each rank computes for its heads."""
-    found = []
+    stages_of_ranks = []
     for rank in range(size):
         own, spec = parity.shard(problem.weights, problem.spec, ShardPlan(size), rank)
-        found.append(computed(*inject(rank, dict(own), spec), problem.inputs["query"]))
-    return found
+        stages_of_ranks.append(computed(*inject(rank, dict(own), spec), problem.inputs["query"]))
+    return stages_of_ranks
 
 
 def cut(problem, *names):

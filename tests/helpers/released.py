@@ -101,7 +101,7 @@ class Released:
 
     def weights(self) -> Weights:
         """Return our weights as a function of its parameters."""
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         widths = (self.spec.q_width, self.spec.k_width, self.spec.v_width)
         for name, parameter in self.module.named_parameters():
             for theirs, ours in NAMES.items():
@@ -115,10 +115,12 @@ class Released:
             elif kind == "qkv_proj":
                 parts = parameter.split(widths)
             else:
-                found[name] = parameter
+                weights[name] = parameter
                 continue
-            found |= {f"{each}_proj.{leaf}": part for each, part in zip("qkv", parts, strict=True)}
-        return self.repacked(found)
+            weights |= {
+                f"{letter}_proj.{leaf}": part for letter, part in zip("qkv", parts, strict=True)
+            }
+        return self.repacked(weights)
 
 
 def made(
@@ -146,8 +148,8 @@ def made(
     """
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     attention, configuration, rotary = (
-        getattr(modeling, f"{prefix}Text{each}", None) or getattr(modeling, f"{prefix}{each}")
-        for each in (kind, "Config", "RotaryEmbedding")
+        getattr(modeling, f"{prefix}Text{suffix}", None) or getattr(modeling, f"{prefix}{suffix}")
+        for suffix in (kind, "Config", "RotaryEmbedding")
     )
     parameters = {
         "rope_type": "default",
@@ -162,8 +164,8 @@ def made(
     )
     embedding, of_type = rotary(config), {"layer_type": layer_type} if layer_type else {}
     module = attention(config, layer_idx=0)
-    given: dict[str, Any] = {"rotary": lambda x, positions: embedding(x, positions, **of_type)}
-    return Released(module, spec, **given | others)
+    keywords: dict[str, Any] = {"rotary": lambda x, positions: embedding(x, positions, **of_type)}
+    return Released(module, spec, **keywords | others)
 
 
 def positions_of(spec: AttentionSpec, length: int, past: int = 0) -> Tensor:
@@ -201,10 +203,10 @@ def check_equal(
     )  # every case shows that the implementations agree on gradients
 
 
-def check_near(found: np.ndarray, expected: np.ndarray, what: str, allowed: float = NEAR) -> None:
+def check_near(actual: np.ndarray, expected: np.ndarray, what: str, allowed: float = NEAR) -> None:
     """Check equality up to rounding."""
-    assert found.shape == expected.shape, what
-    error, largest = np.abs(found - expected).max(), np.abs(expected).max()
+    assert actual.shape == expected.shape, what
+    error, largest = np.abs(actual - expected).max(), np.abs(expected).max()
     assert error <= allowed * largest, f"{what} is {error / largest:.1e} of its largest number off"
 
 
@@ -223,10 +225,10 @@ def _check_output(
     sibling: Sibling, released: Released, x: np.ndarray, expected: np.ndarray, is_causal: bool
 ) -> None:
     module, axes = _filled(sibling, "MultiHeadAttention", released), _axes(released, x.shape[1])
-    given = {} if axes is None else {"positions": sibling.array(axes)}
+    options = {} if axes is None else {"positions": sibling.array(axes)}
     for need_weights in (False, True):
         output, _ = module(
-            sibling.array(x), is_causal=is_causal, need_weights=need_weights, **given
+            sibling.array(x), is_causal=is_causal, need_weights=need_weights, **options
         )
         what = f"the output of {sibling.name} with need_weights={need_weights}"
         check_near(sibling.numpy(output), expected, what, 2 * NEAR)
@@ -246,8 +248,8 @@ def _check_steps(sibling: Sibling, released: Released, x: np.ndarray, expected: 
         module = _filled(sibling, kind, released)
         cache, outputs = module.init_cache(batch_size, length), []
         for begin, end in [(0, 4), *((t, t + 1) for t in range(4, length))]:
-            given = {} if axes is None else {"positions": sibling.array(axes[..., begin:end])}
-            output, cache = module(sibling.array(x[:, begin:end]), cache, **given)
+            options = {} if axes is None else {"positions": sibling.array(axes[..., begin:end])}
+            output, cache = module(sibling.array(x[:, begin:end]), cache, **options)
             outputs.append(sibling.numpy(output))
         check_near(
             np.concatenate(outputs, axis=1),
@@ -269,7 +271,7 @@ def _check_gradients(released: Released, x: Tensor, is_causal: bool) -> None:
     wanted = torch.autograd.grad(expected, [*leaves.values()], cotangent)
     largest = max(grad.abs().max().item() for grad in wanted)
     axes = _axes(released, x.shape[1])
-    given: dict[str, Any] = {} if axes is None else {"positions": torch.from_numpy(axes)}
+    options: dict[str, Any] = {} if axes is None else {"positions": torch.from_numpy(axes)}
     for need_weights in (False, True):
         output, _ = mha_torch.multi_head_attention(
             leaves["x"],
@@ -277,10 +279,10 @@ def _check_gradients(released: Released, x: Tensor, is_causal: bool) -> None:
             released.spec,
             is_causal=is_causal,
             need_weights=need_weights,
-            **given,
+            **options,
         )
-        found = torch.autograd.grad(output, [*leaves.values()], cotangent)
-        for name, ours, theirs in zip(leaves, found, wanted, strict=True):
+        gradients = torch.autograd.grad(output, [*leaves.values()], cotangent)
+        for name, ours, theirs in zip(leaves, gradients, wanted, strict=True):
             # The terms of some biases cancel, such as the bias of k if few features are rotated.
             scale = largest if name.endswith("bias") else theirs.abs().max().item()
             assert (ours - theirs).abs().max().item() <= NEAR * scale, f"the gradient of {name}"

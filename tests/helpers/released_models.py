@@ -106,20 +106,20 @@ def check_model(
     released = model.made(config).to(model.dtype).eval()
     draw(released)
     layers = [layer for layer in read(config.to_dict()) if layer.spec is not None]
-    seen = run_released(released, model, layers)
+    observed = run_released(released, model, layers)
     released.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     beginnings, made = set(), {}
     for index, layer in enumerate(layers):
-        beginning, found = _of_layer(tensors, layer)
+        beginning, tensors_of_layer = _of_layer(tensors, layer)
         beginnings.add(beginning)
         assert layer.spec is not None
-        found |= _of_others(layer, layers, tensors)
-        given = canonical(layer.layout, found, layer.spec)
+        tensors_of_layer |= _of_others(layer, layers, tensors)
+        weights = canonical(layer.layout, tensors_of_layer, layer.spec)
         received = None if layer.kv_source is None else made[layer.part, layer.kv_source]
         what = f"layer {index} of {model.family}, {layer.part} {layer.kind}"
         made[layer.part, layer.index] = _check(
-            layer, given, *seen[index], received=received, what=what
+            layer, weights, *observed[index], received=received, what=what
         )
     assert len(beginnings) == 1, beginnings
 
@@ -145,29 +145,29 @@ def run_released(
     modules.
     """
     modules = dict(released.named_modules())
-    held: list[dict[str, Any]] = [{} for _ in layers]
+    recorded: list[dict[str, Any]] = [{} for _ in layers]
     taken = []
-    for layer, into in zip(layers, held, strict=True):
+    for layer, into in zip(layers, recorded, strict=True):
         path = model.module.get(layer.part, "").replace("{i}", str(layer.index)) or layer.path
         names = [name for name in modules if name == path or name.endswith(f".{path}")]
         assert len(names) == 1, f"{path} is the path of {names}"
         name = names[0]
         first, last = (
-            modules[f"{name}.{each}".rstrip(".")] for each in (model.input, model.output)
+            modules[f"{name}.{path}".rstrip(".")] for path in (model.input, model.output)
         )
         taken.append(first.register_forward_pre_hook(_keep_input(into), with_kwargs=True))
         taken.append(last.register_forward_hook(_keep_output(into)))
     with torch.no_grad():
         released(**_inputs(released, model))
-    for each in taken:
-        each.remove()
+    for hook in taken:
+        hook.remove()
     is_shared = len({layer.path for layer in layers}) < len(
         layers
     )  # one module, called once for each layer
     calls = [layer.index if is_shared else 0 for layer in layers]
     return [
-        (each["x"][call], each["kv"][call], each["output"][call])
-        for each, call in zip(held, calls, strict=True)
+        (record["x"][call], record["kv"][call], record["output"][call])
+        for record, call in zip(recorded, calls, strict=True)
     ]
 
 
@@ -176,7 +176,9 @@ def _keep_input(into: dict[str, Any]) -> Any:
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         named = (kwargs.get(name) for name in ("key_value_states", "encoder_hidden_states"))
         into.setdefault("x", []).append(x)
-        into.setdefault("kv", []).append(next((each for each in named if each is not None), None))
+        into.setdefault("kv", []).append(
+            next((value for value in named if value is not None), None)
+        )
 
     return keep
 
@@ -185,7 +187,7 @@ def _keep_output(into: dict[str, Any]) -> Any:
     def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         first, *others = output if isinstance(output, tuple | list) else (output,)
         biases = [
-            each for each in others if isinstance(each, nn.Parameter)
+            extra for extra in others if isinstance(extra, nn.Parameter)
         ]  # GPT-NeoX-Japanese adds its bias outside
         into.setdefault("output", []).append(sum(biases, start=first))
 
@@ -252,13 +254,13 @@ def _of_layer(tensors: Mapping[str, Tensor], layer: ModelLayer) -> tuple[str, di
     """Return the prefix of a layer's path in a checkpoint, and its tensors by the rest of their
     names.
     """
-    found: dict[str, dict[str, Tensor]] = {}
+    by_prefix: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         before, path, after = name.rpartition(f"{layer.path}.")
         if path and (not before or before.endswith(".")):
-            found.setdefault(before, {})[after] = tensor
-    assert len(found) == 1, f"no tensors of {layer.path} in {sorted(tensors)}"
-    return next(iter(found.items()))
+            by_prefix.setdefault(before, {})[after] = tensor
+    assert len(by_prefix) == 1, f"no tensors of {layer.path} in {sorted(tensors)}"
+    return next(iter(by_prefix.items()))
 
 
 def _of_others(
@@ -273,10 +275,10 @@ def _of_others(
         "relative_attention_bias.weight",
         "relative_position_bias.relative_position_bias_table",
     )
-    first = next(each for each in layers if (each.part, each.kind) == (layer.part, layer.kind))
+    first = next(other for other in layers if (other.part, other.kind) == (layer.part, layer.kind))
     own, shared = (
-        [tensor for name, tensor in _of_layer(tensors, each)[1].items() if name.endswith(names)]
-        for each in (layer, first)
+        [tensor for name, tensor in _of_layer(tensors, source)[1].items() if name.endswith(names)]
+        for source in (layer, first)
     )
     common = [
         t
@@ -305,17 +307,17 @@ def _check(
         {name: weight.detach().double().numpy() for name, weight in weights.items()},
         layer.spec,
     )
-    given = (
+    options = (
         {} if layer.spec.rope is None or layer.spec.rope.sections is None else {"positions": AXES}
     )
     of_keys = (None if kv is None else kv.double(),) if received is None else received
     with torch.no_grad():
-        found, _ = ours(x.double(), *of_keys, is_causal=layer.is_causal, **given)
+        actual, _ = ours(x.double(), *of_keys, is_causal=layer.is_causal, **options)
         key, value = received or (x.double() if kv is None else kv.double(),) * 2
         _, k, v = mha_torch.project_qkv(
-            ours.project, x.double(), key, value, layer.spec, given.get("positions")
+            ours.project, x.double(), key, value, layer.spec, options.get("positions")
         )
-    check_near(found.numpy(), output.reshape(found.shape).numpy(), what)
+    check_near(actual.numpy(), output.reshape(actual.shape).numpy(), what)
     return k, v
 
 
@@ -397,47 +399,47 @@ def canonical(layout: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -
         )
     else:
         qkv, out, packing = PACKED[layout]
-        names |= {out: "out_proj", **{f"{each}_proj": f"{each}_proj" for each in "qkv"}}
+        names |= {out: "out_proj", **{f"{letter}_proj": f"{letter}_proj" for letter in "qkv"}}
         tensors = {
-            name: each.T if packing == "columns" and each.ndim == 2 else each
-            for name, each in tensors.items()
+            name: tensor.T if packing == "columns" and tensor.ndim == 2 else tensor
+            for name, tensor in tensors.items()
         }
         tensors = _unpacked(tensors, qkv, packing, spec)
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         kind, _, leaf = name.rpartition(".")
         ours = names.get(kind or leaf)
         if ours is not None:
-            found[f"{ours}.{leaf}" if kind else ours] = tensor
-    return found | OWN.get(layout, lambda found, spec: {})(found, spec)
+            renamed[f"{ours}.{leaf}" if kind else ours] = tensor
+    return renamed | OWN.get(layout, lambda renamed, spec: {})(renamed, spec)
 
 
-def _gates(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+def _gates(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
     """Return queries and gates of Qwen3-Next, whose q_proj has the queries of a head and then its
     gate.
     """
     parts = {}
     for leaf in ("weight", "bias"):
-        if f"q_proj.{leaf}" in found:
+        if f"q_proj.{leaf}" in tensors:
             q, gate = (
-                found[f"q_proj.{leaf}"].unflatten(0, (spec.num_heads, 2, spec.head_dim)).unbind(1)
+                tensors[f"q_proj.{leaf}"].unflatten(0, (spec.num_heads, 2, spec.head_dim)).unbind(1)
             )
             parts |= {f"q_proj.{leaf}": q.flatten(0, 1), f"gate_proj.{leaf}": gate.flatten(0, 1)}
     return parts
 
 
-def _keys_as_values(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+def _keys_as_values(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
     """Return values of Gemma 4, which are projected as keys without another projection."""
     names = ("weight", "bias")
-    held = {
-        f"v_proj.{leaf}": found[f"k_proj.{leaf}"] for leaf in names if f"k_proj.{leaf}" in found
+    copied = {
+        f"v_proj.{leaf}": tensors[f"k_proj.{leaf}"] for leaf in names if f"k_proj.{leaf}" in tensors
     }
-    return {} if "v_proj.weight" in found else held
+    return {} if "v_proj.weight" in tensors else copied
 
 
-def _sinusoids(found: dict[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+def _sinusoids(tensors: dict[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
     """Return the projection of sinusoids, whose rows are the heads' rows in files."""
-    rows = found.pop("relative_sinusoids.weight")
+    rows = tensors.pop("relative_sinusoids.weight")
     return {"relative_sinusoids": rows.T.reshape(-1, spec.num_heads, spec.head_dim)}
 
 
@@ -450,9 +452,9 @@ def _unpacked(
     tensors: Mapping[str, Tensor], qkv: str, packing: str, spec: AttentionSpec
 ) -> dict[str, Tensor]:
     """Return the same tensors with three projections instead of one."""
-    found = dict(tensors)
+    unpacked = dict(tensors)
     for leaf in ("weight", "bias"):
-        packed = found.pop(f"{qkv}.{leaf}", None)
+        packed = unpacked.pop(f"{qkv}.{leaf}", None)
         if packed is None:
             continue
         if packing == "four":
@@ -464,5 +466,7 @@ def _unpacked(
             parts = [part.flatten(0, 2) for part in heads.split((group, 1, 1), 1)]
         else:
             parts = packed.split((spec.q_width, spec.k_width, spec.v_width))
-        found |= {f"{each}_proj.{leaf}": part for each, part in zip("qkv", parts, strict=True)}
-    return found
+        unpacked |= {
+            f"{letter}_proj.{leaf}": part for letter, part in zip("qkv", parts, strict=True)
+        }
+    return unpacked

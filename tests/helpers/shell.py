@@ -41,7 +41,7 @@ def environment(pytest_options: str = PYTEST_OPTIONS) -> dict[str, str]:
     return variables | paths | {"NO_COLOR": "1", "COLUMNS": "80", "PYTEST_ADDOPTS": pytest_options}
 
 
-def found_by(program: str, *arguments: str) -> Any:
+def results_of_program(program: str, *arguments: str) -> Any:
     """Return what a program of helpers/programs prints as JSON. In its own process, JAX has other
     devices.
     """

@@ -97,18 +97,18 @@ class Sibling(ABC):
         """Return the framework's dtype for a NumPy dtype."""
         return self.array(np.zeros(1, dtype)).dtype
 
-    def assert_close(self, found: np.ndarray, expected: Any, within: float) -> None:
+    def assert_close(self, actual: np.ndarray, expected: Any, within: float) -> None:
         """Compare with an absolute tolerance, derived from the rounding of float32 arithmetic."""
         __tracebackhide__ = True
         expected = np.asarray(expected)
-        assert found.shape == expected.shape
-        error = np.abs(found.astype(np.float64) - expected.astype(np.float64)).max()
+        assert actual.shape == expected.shape
+        error = np.abs(actual.astype(np.float64) - expected.astype(np.float64)).max()
         assert error <= within, f"the largest error is {error:.1e}, of {within:.1e}"
 
-    def assert_same(self, found: np.ndarray, expected: np.ndarray, path: str) -> None:
+    def assert_same(self, actual: np.ndarray, expected: np.ndarray, path: str) -> None:
         """Compare results of one path bit for bit, where the shape of an option differs."""
         __tracebackhide__ = True
-        assert np.array_equal(found, expected)
+        assert np.array_equal(actual, expected)
 
     # ---- Modules and weights ---------------------------------------------------------------------
 
@@ -213,10 +213,10 @@ class Sibling(ABC):
         if path.startswith("function"):
             query = inputs.pop("query")
             container = self.weights(weights, spec)
-            found = self.package.multi_head_attention(query, container, spec, **inputs, **options)
+            results = self.package.multi_head_attention(query, container, spec, **inputs, **options)
         else:
-            found = self.filled("MultiHeadAttention", spec, weights)(**inputs, **options)
-        output, attn_weights = found
+            results = self.filled("MultiHeadAttention", spec, weights)(**inputs, **options)
+        output, attn_weights = results
         output = self.without_padding(self.numpy(output), spec)
         return output, None if attn_weights is None else self.numpy(attn_weights)
 
@@ -251,10 +251,10 @@ def fixture_of(siblings: Mapping[str, Sibling]) -> Callable[..., Any]:
     """Return the fixture `sibling` of an environment that has these."""
 
     @pytest.fixture(name="sibling", params=list(siblings))
-    def each(request: pytest.FixtureRequest) -> Iterator[Sibling]:
+    def sibling(request: pytest.FixtureRequest) -> Iterator[Sibling]:
         """Return each implementation in turn."""
         one = siblings[request.param]
         with one.running():
             yield one
 
-    return each
+    return sibling

@@ -65,11 +65,11 @@ def small_model(family: str, **options: Any) -> Any:
     """Return a small model of a family with random weights, in evaluation."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family)
-    given = {name: value for name, value in SMALL.items() if hasattr(config, name)}
+    settings = {name: value for name, value in SMALL.items() if hasattr(config, name)}
     if family in IMAGES:
-        given["num_attention_heads"] = 4
+        settings["num_attention_heads"] = 4
     if isinstance(getattr(config, "image_size", None), (list, tuple)):
-        given["image_size"] = [32, 32]
+        settings["image_size"] = [32, 32]
     known = {
         name: value
         for name, value in config.to_dict().items()
@@ -78,7 +78,7 @@ def small_model(family: str, **options: Any) -> Any:
     others = ("transformers_version", "out_features", "out_indices", "stage_names")
     known = {name: value for name, value in known.items() if name.lstrip("_") not in others}
     model = AutoModel.from_config(
-        type(config)(**{**known, **given, **options}), attn_implementation="eager"
+        type(config)(**{**known, **settings, **options}), attn_implementation="eager"
     ).eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:  # so that weights of norms and biases have an effect

@@ -140,5 +140,5 @@ def small_tower(name: str, **options: Any) -> tuple[Any, dict[str, torch.Tensor]
     )
     config = getattr(of_config, config)(**known, **options)
     config._attn_implementation = "eager"
-    given = {each: torch.randn(x) if isinstance(x, tuple) else x for each, x in inputs.items()}
-    return getattr(of_model, model)(config).eval(), given
+    arguments = {name: torch.randn(x) if isinstance(x, tuple) else x for name, x in inputs.items()}
+    return getattr(of_model, model)(config).eval(), arguments

@@ -163,22 +163,22 @@ class Writing:
         case, layer = problem.case, self.layer(module, problem)
         if not case.is_cached:
             return {"module.output": layer(**self._arguments(layer, problem))}
-        found, shares = {}, case.spec.shared_kv
+        outputs, shares = {}, case.spec.shared_kv
         cache = None if shares else self.empty_cache(module, layer, problem)
         for step in range(len(case.chunks)):
-            given = {"x": self.array(layer, problem.step_input(step))}
-            given |= (
+            arguments = {"x": self.array(layer, problem.step_input(step))}
+            arguments |= (
                 {"other_cache": self._other_cache(module, layer, problem, step)}
                 if shares
                 else {"cache": cache}
             )
             if case.new_lengths:
-                given["new_lengths"] = self.beside(np.array(case.added(step)))
+                arguments["new_lengths"] = self.beside(np.array(case.added(step)))
             if case.has_positions:
-                given["positions"] = self.beside(garbage_at_padding(case, step))
-            output = layer(**given)
-            found[f"step{step}.module.output"], cache = (output, None) if shares else output
-        return found
+                arguments["positions"] = self.beside(garbage_at_padding(case, step))
+            output = layer(**arguments)
+            outputs[f"step{step}.module.output"], cache = (output, None) if shares else output
+        return outputs
 
     def _other_cache(self, module: Any, layer: Any, problem: Problem, last: int) -> Any:
         """Return the cache of another layer, which has appended the tokens of all steps up to the
@@ -208,14 +208,14 @@ class Writing:
             "v": "other_v",
         }
         inputs = {name: x for name, x in problem.inputs.items() if name in names}
-        given = {names[name]: self.array(layer, x) for name, x in inputs.items()}
+        arguments = {names[name]: self.array(layer, x) for name, x in inputs.items()}
         if call["has_mask"]:
-            given["mask"] = self.beside(mask_of(self.sibling, problem))
+            arguments["mask"] = self.beside(mask_of(self.sibling, problem))
         if call["has_bias"]:
-            given["bias"] = self.beside(problem.inputs["bias"])
+            arguments["bias"] = self.beside(problem.inputs["bias"])
         if call["has_positions"]:
-            given["positions"] = self.beside(case.positions())
-        return given
+            arguments["positions"] = self.beside(case.positions())
+        return arguments
 
 
 def problem_of(name: str, dtype: str = "float32") -> Problem:

@@ -91,7 +91,7 @@ def sides():
 
 def ready(value, **options):
     """Return a contender whose result is this value."""
-    return Contender(lambda: value, lambda found: [np.asarray(found)], **options)
+    return Contender(lambda: value, lambda result: [np.asarray(result)], **options)
 
 
 class Side:
@@ -154,10 +154,10 @@ def test_row_has_medians_and_ratios():
         "b": [0.003, 0.003, 0.1],
         "c": [0.001] * 3,
     }
-    found = times_of(
+    rows = times_of(
         {**seconds, LIMIT: [0.010, 0.005, 0.008]}, not_counted=["c"], amount=100.0, probe=1000.0
     )
-    assert found == {
+    assert rows == {
         "ours_ms": 2.0,
         "peers": {"a": 5.0, "b": 3.0, "c": 1.0},
         "best_peer": "b",
@@ -175,8 +175,8 @@ def test_missing_comparison_has_no_ratio(peers):
     """Without another library that counts, and without a limit, the best one and the ratios
     are None.
     """
-    found = times_of({OURS: [0.5], **peers}, not_counted=["c"])
-    assert [found[name] for name in ("best_peer", "ratio", "limit_ms", "limit_ratio")] == [None] * 4
+    rows = times_of({OURS: [0.5], **peers}, not_counted=["c"])
+    assert [rows[name] for name in ("best_peer", "ratio", "limit_ms", "limit_ratio")] == [None] * 4
 
 
 def test_contenders_run_in_turn():
@@ -185,11 +185,11 @@ def test_contenders_run_in_turn():
     """
     now, ran = itertools.count(), []  # every run takes one second
     runs = {name: lambda name=name: ran.append(name) for name in "abc"}
-    found = run_in_turn(
+    durations = run_in_turn(
         runs, budget_s=21.0, rounds=(2, 20), warm_up=False, clock=lambda: float(next(now))
     )
-    assert {name: len(times) for name, times in found.items()} == dict.fromkeys("abc", 7)
-    assert all(seconds == 1.0 for times in found.values() for seconds in times)
+    assert {name: len(times) for name, times in durations.items()} == dict.fromkeys("abc", 7)
+    assert all(seconds == 1.0 for times in durations.values() for seconds in times)
     assert all(sorted(ran[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(ran), 3))
     assert (
         len({tuple(ran[i : i + 3]) for i in range(3, len(ran), 3)}) > 1
@@ -200,19 +200,19 @@ def test_contenders_run_in_turn():
 def test_rounds_stay_within_bounds(budget, count):
     """With rounds=(2, 4), there are 2 rounds for no budget and 4 for a large one."""
     now = itertools.count()
-    found = run_in_turn(
+    seconds = run_in_turn(
         {"a": lambda: None}, budget_s=budget, rounds=(2, 4), clock=lambda: float(next(now))
     )
-    assert len(found["a"]) == count
+    assert len(seconds["a"]) == count
 
 
 def test_warm_up_counts_in_budget():
     """With the warm-up, runs of one second are timed 10 times in a budget of 20 seconds."""
     now = itertools.count()
-    found = run_in_turn(
+    seconds = run_in_turn(
         {"a": lambda: None}, budget_s=20.0, rounds=(2, 20), clock=lambda: float(next(now))
     )
-    assert len(found["a"]) == 10
+    assert len(seconds["a"]) == 10
 
 
 @pytest.mark.parametrize("warm_up", [False, True])
@@ -222,7 +222,7 @@ def test_short_runs_are_repeated(warm_up):
     """
     now, ran = itertools.count(), []
     runs = {name: lambda name=name: ran.append(name) for name in "ab"}
-    found = run_in_turn(
+    seconds = run_in_turn(
         runs,
         budget_s=0,
         rounds=(1, 1),
@@ -231,7 +231,7 @@ def test_short_runs_are_repeated(warm_up):
         clock=lambda: next(now) * 0.002,
     )
     assert (ran.count("a"), ran.count("b")) == (1 + 5 + 2 * warm_up, 1 + 2 + 2 * warm_up)
-    assert found["a"] == [pytest.approx(0.002 / 5)]
+    assert seconds["a"] == [pytest.approx(0.002 / 5)]
 
 
 def test_slow_probe_stays_small():
@@ -270,17 +270,17 @@ def test_growth_is_fitted_by_axis():
     """Growth has exponents of time and memory, by tokens and by sequences, for each framework
     and contender.
     """
-    found = {
+    exponents = {
         (line["framework"], line["name"], line["of"], line["over"]): line["exponent"]
         for line in growth(GROWING)
     }
-    assert len(found) == 2 * 2 * 2 * 2
+    assert len(exponents) == 2 * 2 * 2 * 2
     for framework, peer in (("jax", "jax.nn"), ("torch", "SDPA")):
-        assert found[framework, OURS, "time", "S"] == pytest.approx(2.0)
-        assert found[framework, peer, "time", "S"] == pytest.approx(2.0)
-        assert found[framework, OURS, "time", "B"] == pytest.approx(1.0)
-        assert found[framework, OURS, "memory", "S"] == pytest.approx(1.0)
-        assert found[framework, peer, "memory", "B"] == pytest.approx(0.0)
+        assert exponents[framework, OURS, "time", "S"] == pytest.approx(2.0)
+        assert exponents[framework, peer, "time", "S"] == pytest.approx(2.0)
+        assert exponents[framework, OURS, "time", "B"] == pytest.approx(1.0)
+        assert exponents[framework, OURS, "memory", "S"] == pytest.approx(1.0)
+        assert exponents[framework, peer, "memory", "B"] == pytest.approx(0.0)
 
 
 def test_growth_is_fitted_by_kind_of_work():
@@ -297,13 +297,13 @@ def test_growth_is_fitted_by_kind_of_work():
         )
         for s in (1024, 2048, 4096)
     ]
-    found = {
+    exponents = {
         line["what"]: (line["over"], line["exponent"])
         for line in growth([*GROWING, *steps])
         if line["of"] == "time"
     }
-    assert found["growth-long decode"] == ("S", pytest.approx(1.0))
-    assert found.keys() == {"growth core causal forward", "growth-long decode"}
+    assert exponents["growth-long decode"] == ("S", pytest.approx(1.0))
+    assert exponents.keys() == {"growth core causal forward", "growth-long decode"}
 
 
 # ---- Measurements --------------------------------------------------------------------------------
@@ -447,7 +447,9 @@ def test_memory_is_measured_without_a_run():
     def never():
         raise AssertionError("not to be run")
 
-    ours, peer = (Contender(never, lambda found: [], lambda peak=peak: peak) for peak in (100, 400))
+    ours, peer = (
+        Contender(never, lambda result: [], lambda peak=peak: peak) for peak in (100, 400)
+    )
     work = Work("memory", "core", 1, 2, **TINY, is_timed=False)
     (row,) = bench_work(work, {"jax": Side(**{OURS: ours, "peer": peer})}, **ONCE)
     assert (row.peak_bytes, row.peers_peak_bytes, row.ours_ms, row.ratio) == (
@@ -543,10 +545,10 @@ def test_flex_attention_matches_mask(monkeypatch, options):
     work = Work("varlen", "core", 2, 40, 2, 16, is_causal=True, **options)
     core = _Core(TorchSide(), work, parity_lab.bench.draw_inputs(work))
     heads = [core.inputs[name] for name in ("query", "key", "value")]
-    found, expected = (
+    actual, expected = (
         attend(*heads, is_causal=True) for attend in (core.flex_attention(), core.masked_sdpa())
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
@@ -716,8 +718,8 @@ def test_model_layers_are_measured(gemma_folder, as_users_have_it, tmp_path, cap
 
 def test_selected_model_layers_are_measured(gemma_folder, as_users_have_it):
     """With layers=[1], only layer 1 of a model is timed."""
-    found = bench_model(gemma_folder, ["torch"], layers=[1], quick=True)
-    assert [row.what for row in found.rows] == ["layer 1 layer causal forward", "layer 1 decode"]
+    report = bench_model(gemma_folder, ["torch"], layers=[1], quick=True)
+    assert [row.what for row in report.rows] == ["layer 1 layer causal forward", "layer 1 decode"]
 
 
 def test_limit_of_layer_follows_from_spec():
@@ -731,10 +733,10 @@ def test_limit_of_layer_follows_from_spec():
 
 def test_single_framework_is_measured(tiny_plan, as_users_have_it):
     """With one framework, all rows and the environment are of this framework."""
-    found = bench(["cores"], ["torch"])
-    assert [row.framework for row in found.rows] == ["torch"]
-    assert list(found.environment["backends"]) == ["torch"]
-    assert found.names["torch"]["SDPA"] == "torch.nn.functional.scaled_dot_product_attention"
+    report = bench(["cores"], ["torch"])
+    assert [row.framework for row in report.rows] == ["torch"]
+    assert list(report.environment["backends"]) == ["torch"]
+    assert report.names["torch"]["SDPA"] == "torch.nn.functional.scaled_dot_product_attention"
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ def test_weights_per_device_match_plan():
     """
     whole = 2 * (2 * 8192 * 8192 + 2 * 8192 * 1024)  # bfloat16
     costs = {plan: cost_of(LLAMA_70B, plan, 8, batch=64, tokens=8192) for plan in PLANS}
-    held = {plan: cost.weights / whole for plan, cost in costs.items()}
-    assert held == {
+    shares = {plan: cost.weights / whole for plan, cost in costs.items()}
+    assert shares == {
         "data": 1,
         "fully sharded": 1 / 8,
         "tensor": 1 / 8,
@@ -94,11 +94,15 @@ def test_collectives_in_loops_are_counted():
     """Collectives of a program are counted with the trips of their loop, flags apart;
     computations that never run do not count.
     """
-    found = collectives_in(PROGRAM)
+    collectives = collectives_in(PROGRAM)
     permute, sums = (
         Collective("collective-permute", False, 16, 7),
         Collective("all-reduce", False, 32, 1),
     )
-    assert found == [Collective("all-reduce", True, 6, 1), sums, permute]
-    assert counts_of(found) == {"all-reduce": 1, "all-reduce of flags": 1, "collective-permute": 7}
-    assert nbytes_of(found) == 6 + 32 + 7 * 16
+    assert collectives == [Collective("all-reduce", True, 6, 1), sums, permute]
+    assert counts_of(collectives) == {
+        "all-reduce": 1,
+        "all-reduce of flags": 1,
+        "collective-permute": 7,
+    }
+    assert nbytes_of(collectives) == 6 + 32 + 7 * 16

@@ -62,12 +62,18 @@ def test_mesh_run_counts_collectives(ran):
     printed, report = ran
     assert report["summary"]["failed"] == 0
     assert report["summary"]["passed"] > 30
-    stages = {each["stage"] for each in report["results"] if each["status"] == "passed"}
+    stages = {result["stage"] for result in report["results"] if result["status"] == "passed"}
     assert {"scores", "fused.output", "blocks.grad.q_proj.weight"} <= stages
-    forward = [each for each in report["collectives"] if each["program"] == "fused.forward"]
+    forward = [
+        collective
+        for collective in report["collectives"]
+        if collective["program"] == "fused.forward"
+    ]
     assert forward
-    assert all(each["counted"] == each["ideal"] == {"all-reduce": 1} for each in forward)
-    assert all(each["passed"] for each in report["collectives"])
+    assert all(
+        collective["counted"] == collective["ideal"] == {"all-reduce": 1} for collective in forward
+    )
+    assert all(collective["passed"] for collective in report["collectives"])
     assert (
         "Traffic between devices: program, operations, number of cases jax blocks.forward: 1 "
         "all-reduce:" in printed
@@ -82,7 +88,9 @@ def test_undivided_cases_are_skipped(ran):
     """
     printed, report = ran
     reasons = {
-        each["case"]: each["reason"] for each in report["results"] if each["status"] == "skipped"
+        result["case"]: result["reason"]
+        for result in report["results"]
+        if result["status"] == "skipped"
     }
     assert reasons
     assert all("does not divide" in reason for reason in reasons.values())
@@ -133,8 +141,8 @@ def test_sequence_mesh_divides_tokens():
 @pytest.mark.costly("a process in which JAX has more devices")
 def test_too_large_mesh_fails(capsys):
     """A mesh larger than the number of devices exits with 2 and names `--virtual-devices`."""
-    said = command("data=4", "--virtual-devices", "2", "--cases", "causal", status=2)
-    assert rejects("--virtual-devices", {"--virtual-devices": 2}).is_printed_in(said)
+    printed = command("data=4", "--virtual-devices", "2", "--cases", "causal", status=2)
+    assert rejects("--virtual-devices", {"--virtual-devices": 2}).is_printed_in(printed)
     assert main(["mesh", "data=2,tensor=4", "--backends", "jax", "--cases", "causal"]) == 2
     input_error = rejects("mesh", "data=2,tensor=4 and 1", hint="--virtual-devices 8")
     assert input_error.is_printed_in(capsys.readouterr().err)
@@ -221,8 +229,8 @@ def test_undivided_case_has_a_reason(case, plan, reason):
     """The reason names the size that the mesh does not divide, and
     is None if it divides the case.
     """
-    said = why_not_divided(case, plan)
-    assert said is None if reason is None else said.startswith(reason)
+    why = why_not_divided(case, plan)
+    assert why is None if reason is None else why.startswith(reason)
 
 
 FULL = Case("full", AttentionSpec(32, 4), "")

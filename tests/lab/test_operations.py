@@ -71,9 +71,9 @@ def test_fused_attention_is_one_kernel():
     """Fused attention of torch on a CPU runs one flash kernel, and no copy or wait."""
     heads = torch.randn(3, 1, 2, 40, 16)
     with torch.inference_mode():
-        found = operations_of_torch(lambda: fused_attention(mha_torch)(*heads, is_causal=True))
-    assert found.kernels["aten::_scaled_dot_product_flash_attention_for_cpu"] == 1
-    assert (found.copies, found.syncs) == (0, 0)
+        operations = operations_of_torch(lambda: fused_attention(mha_torch)(*heads, is_causal=True))
+    assert operations.kernels["aten::_scaled_dot_product_flash_attention_for_cpu"] == 1
+    assert (operations.copies, operations.syncs) == (0, 0)
 
 
 def of_gpu(*children, kernels=()):
@@ -193,7 +193,8 @@ def test_gpu_benchmark_runs_its_cases_first():
     assert "set -e;" in recipe
     commands = [line.split() for line in re.findall(r"-m parity ([^;\n]+)", recipe)]
     options = [
-        parsed(["torch" if word == "$backends" else word for word in each]) for each in commands
+        parsed(["torch" if word == "$backends" else word for word in command])
+        for command in commands
     ]
-    assert [each[0] for each in commands] == ["run", "bench"]
-    assert [each["device"] for each in options] == ["cuda", "cuda"]
+    assert [command[0] for command in commands] == ["run", "bench"]
+    assert [option["device"] for option in options] == ["cuda", "cuda"]

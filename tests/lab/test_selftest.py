@@ -95,9 +95,9 @@ A_FUNCTION_EACH = (
     "blocks-sum-not-rescaled",
 )
 FIRST = {
-    each
-    for each in INJECTED
-    if each[0] == "torch" and each[2] in A_FUNCTION_EACH and each[1] not in TRAINED
+    injected
+    for injected in INJECTED
+    if injected[0] == "torch" and injected[2] in A_FUNCTION_EACH and injected[1] not in TRAINED
 }
 FIRST |= {
     ("torch", RICH, ""),
@@ -154,9 +154,9 @@ def test_injected_bug_matches_reference_bug(case, name):
     problem, port = problem_of(case), load_backend("jax")
     made = bug_to_inject(name, problem.case)
     values, num_run = {}, 0
-    with inject(name, problem, "jax") as given, port.lock("float32"), np.errstate(all="ignore"):
+    with inject(name, problem, "jax") as injected, port.lock("float32"), np.errstate(all="ignore"):
         for step_with_bug, right_step, is_changed in zip(
-            driver.steps(port, given), *in_reference_with(made, problem), strict=True
+            driver.steps(port, injected), *in_reference_with(made, problem), strict=True
         ):
             values |= (step_with_bug if is_changed else right_step)(values)
             num_run += is_changed

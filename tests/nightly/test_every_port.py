@@ -17,7 +17,7 @@ from helpers import ROOT
 from wild.accepted import ACCEPTED
 from wild.audit import is_right, measured
 from wild.how import How
-from wild.rates import Job, first_said, grade_of, is_caught, is_clean, is_located, jobs, verdict_on
+from wild.rates import Job, first_stage, grade_of, is_caught, is_clean, is_located, jobs, verdict_on
 from wild.records import STYLES, WITH_THE_CATALOGUE, Right, half, port_of
 from wild.sets import BUGS, CASES, RIGHTS
 
@@ -45,8 +45,8 @@ def test_sets_of_ports_are_large_enough():
     assert len(STYLES) >= 9
     assert sum(number >= 25 for number in by_style.values()) >= 6
     for ids in (RIGHTS, BUGS):
-        split = [each for each in ids if not each.startswith(WITH_THE_CATALOGUE)]
-        known = sum(half(each) == "known" for each in split)
+        split = [port_id for port_id in ids if not port_id.startswith(WITH_THE_CATALOGUE)]
+        known = sum(half(port_id) == "known" for port_id in split)
         assert 0.4 < known / len(split) < 0.6
 
 
@@ -59,15 +59,15 @@ def test_bugs_are_where_records_say(style):
         if bug.style != style:
             continue
         assert is_right(Right(style, bug.case, 0, bug.dtype, How(), "plain")), bug.case
-        found = measured(bug)
-        said = (bug.stage, dict(bug.limited), bug.in_output)
+        measurement = measured(bug)
+        recorded = (bug.stage, dict(bug.limited), bug.in_output)
         shown = (
-            found.stage,
-            {axis: found.limited.get(axis) for axis in bug.limited},
-            found.in_output,
+            measurement.stage,
+            {axis: measurement.limited.get(axis) for axis in bug.limited},
+            measurement.in_output,
         )
-        if said != shown:
-            differ[bug.id] = (said, shown)
+        if recorded != shown:
+            differ[bug.id] = (recorded, shown)
     assert not differ
 
 
@@ -75,12 +75,12 @@ def test_right_ports_raise_no_alarm(style):
     """No right port of a style, `known` or `held-out`, raises an alarm. Each is shown to be right
     first; for the half `held-out` only the number is reported.
     """
-    asked = [
+    chosen = [
         job
         for job in jobs(["known", "held-out"], [style])
         if job.id in RIGHTS and job.record.how.mode != "compile"
     ]
-    verdicts = list(map(verdict_on, asked))
+    verdicts = list(map(verdict_on, chosen))
     alarms = [verdict for verdict in verdicts if not is_clean(verdict)]
     assert [verdict["id"] for verdict in alarms if verdict["half"] == "known"] == []
     assert len(alarms) == 0
@@ -138,8 +138,8 @@ def test_verdict_of_bug_and_of_right_port():
     clean = verdict_on(Job("nanogpt/gpt-0/float32/eager-wide-inf/plain"))
     assert is_clean(clean)
     assert not is_caught(clean)
-    assert first_said("output", ["attn_weights"]) == "attn_weights"
-    assert first_said("step1.q", ["step0.output"]) == "step0.output"
+    assert first_stage("output", ["attn_weights"]) == "attn_weights"
+    assert first_stage("step1.q", ["step0.output"]) == "step0.output"
 
 
 def test_every_bug_has_its_accepted_names():
@@ -150,15 +150,19 @@ def test_every_bug_has_its_accepted_names():
 
 def named(which, *findings):
     """Classify the names of a verdict, each with the bugs from which it cannot be distinguished."""
-    said = {"findings": [{"bugs": names, "others": others} for names, others in findings]}
+    explanation = {"findings": [{"bugs": names, "others": others} for names, others in findings]}
     return grade_of(
-        {"id": which, "names": [name for names, _ in findings for name in names], "said": said}
+        {
+            "id": which,
+            "names": [name for names, _ in findings for name in names],
+            "said": explanation,
+        }
     )
 
 
 def test_names_of_verdict_are_classified():
     """Names of a verdict are classified, such as `right`, `wrong`, `one of several` or none."""
-    abouts = {each.name: each.about for each in bugs_for(BUGS["nanogpt-no-scale"].problem.case)}
+    abouts = {bug.name: bug.about for bug in bugs_for(BUGS["nanogpt-no-scale"].problem.case)}
     scale, squared = abouts["scale-missing"], abouts["scale-squared"]
     assert named("nanogpt-no-scale") == "none given"
     assert named("nanogpt-no-scale", (["scale-missing"], [])) == "right"
@@ -177,7 +181,7 @@ def test_pairs_of_names_are_classified():
     among names that cannot be distinguished.
     """
     which = "nanogpt-strict-causal"
-    abouts = {each.name: each.about for each in bugs_for(BUGS[which].problem.case)}
+    abouts = {bug.name: bug.about for bug in bugs_for(BUGS[which].problem.case)}
     strict, empty, scale = (
         abouts[name] for name in ("causal-excludes-self", "empty-row-nan", "scale-missing")
     )
@@ -188,10 +192,10 @@ def test_pairs_of_names_are_classified():
 
 def test_jobs_are_selected_by_half_and_style():
     """Jobs of both halves of a style are disjoint and add up to all of its jobs."""
-    known, held_out = jobs(["known"], ["mpt"]), jobs(["held-out"], ["mpt"])
-    assert not set(known) & set(held_out)
-    assert {job.record.style for job in known + held_out} == {"mpt"}
-    assert len(known + held_out) == len(jobs(["known", "held-out"], ["mpt"]))
+    known, held_out_jobs = jobs(["known"], ["mpt"]), jobs(["held-out"], ["mpt"])
+    assert not set(known) & set(held_out_jobs)
+    assert {job.record.style for job in known + held_out_jobs} == {"mpt"}
+    assert len(known + held_out_jobs) == len(jobs(["known", "held-out"], ["mpt"]))
 
 
 def test_tool_prints_rates_and_verdicts(tmp_path):
@@ -199,11 +203,11 @@ def test_tool_prints_rates_and_verdicts(tmp_path):
     port, with and without stages.
     """
     only = ["nanogpt-no-scale", "nanogpt/gpt-0/float32/eager-wide-inf/plain"]
-    given = [word for each in only for word in ("--only", each)]
+    arguments = [word for port_id in only for word in ("--only", port_id)]
     command = [
         sys.executable,
         ROOT / "tools" / "diagnosis-rates",
-        *given,
+        *arguments,
         "--json",
         tmp_path / "verdicts.json",
     ]
@@ -212,10 +216,10 @@ def test_tool_prints_rates_and_verdicts(tmp_path):
     assert "bugs by style" in run.stdout
     assert "right ports by recording" in run.stdout
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
-    found = {(each["id"], each["output_only"]): each["verdict"] for each in verdicts}
-    assert set(found) == {(only[1], False), (only[0], False), (only[0], True)}
-    assert found[only[1], False] == "none"
-    assert found[only[0], False] != "none"
+    kinds = {(verdict["id"], verdict["output_only"]): verdict["verdict"] for verdict in verdicts}
+    assert set(kinds) == {(only[1], False), (only[0], False), (only[0], True)}
+    assert kinds[only[1], False] == "none"
+    assert kinds[only[0], False] != "none"
 
 
 def test_every_style_has_its_layers():

@@ -120,10 +120,10 @@ def test_known_facts_are_found(name):
     # JAX compiles everything again for each dtype: only one of its functions is examined in
     # bfloat16.
     is_of_jax = peer(name).framework == "jax" and name != "jax.nn.dot_product_attention"
-    found = examine(peer(name), FACTS[name], ("float32", "float16") if is_of_jax else DTYPES)
-    assert {answer.question: answer.words for answer in found.answers} == FACTS[name]
-    assert {answer.question for answer in found.broken} == BROKEN.get(name, set())
-    for answer in found.broken:
+    examination = examine(peer(name), FACTS[name], ("float32", "float16") if is_of_jax else DTYPES)
+    assert {answer.question: answer.words for answer in examination.answers} == FACTS[name]
+    assert {answer.question for answer in examination.broken} == BROKEN.get(name, set())
+    for answer in examination.broken:
         lines = answer.example.splitlines()
         assert lines[0] == f"{name}, {answer.question}: {answer.words}"
         assert [line.split()[0] for line in lines[1:5]] == ["check", "input", "path", "result"]

@@ -46,14 +46,14 @@ SECTIONS = ["What it looks like", "Reproduction", "How the tool shows it", "The 
 @functools.cache
 def bugs_by_page():
     """Return the names of all known bugs by their page."""
-    found = {}
+    bugs_of_page = {}
     # The self-test has no batch as servers have it, and no ring.
     of_caches = [bug for name, bug in bug_by_name().items() if name.startswith("cache-")]
     in_selftest = map(bugs_for, SELFTEST_CASES)
     for bugs in (PRECISIONS.values(), FIDELITIES.values(), of_caches, *in_selftest):
         for bug in bugs:
-            found.setdefault(bug.page, set()).add(bug.name)
-    return found | {ranks.PAGE: {*ranks.NAMES}}
+            bugs_of_page.setdefault(bug.page, set()).add(bug.name)
+    return bugs_of_page | {ranks.PAGE: {*ranks.NAMES}}
 
 
 def sections_of(page):
@@ -66,16 +66,16 @@ def sections_of(page):
 
 def block_of(text, language):
     """Return the first fenced block of a language in a text."""
-    found = re.search(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    assert found, f"no block of {language}"
-    return found[1]
+    match = re.search(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert match, f"no block of {language}"
+    return match[1]
 
 
 def without_errors(text):
     """Return the text with # instead of errors, which depend on the machine."""
     number = r"\d+(\.\d+)?(e[+-]?\d+)?"
     ratios = r"the error (of|falls|is) .*$|, \S+ times its budget$"
-    return re.sub(ratios, lambda found: re.sub(number, "#", found[0]), text, flags=re.MULTILINE)
+    return re.sub(ratios, lambda match: re.sub(number, "#", match[0]), text, flags=re.MULTILINE)
 
 
 # ---- Pages of bugs -------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def private_imports(code):
     """Private names that code imports from our packages: modules in them, and names that they do
     not list.
     """
-    found = []
+    private = []
     for node in ast.walk(ast.parse(code)):
         modules = []
         if isinstance(node, ast.Import):
@@ -474,7 +474,7 @@ def private_imports(code):
         if isinstance(node, ast.ImportFrom):
             modules = [node.module]
             names = [alias.name for alias in node.names]
-            found += [
+            private += [
                 name for name in names if node.module in PUBLIC and name not in PUBLIC[node.module]
             ]
         ours = [
@@ -482,8 +482,8 @@ def private_imports(code):
             for module in modules
             if module.partition(".")[0] in (*PUBLIC, "mha_tt", "ttnn_mock")
         ]
-        found += [module for module in ours if "." in module]
-    return found
+        private += [module for module in ours if "." in module]
+    return private
 
 
 def test_pages_import_public_names_only():
@@ -499,7 +499,7 @@ def test_pages_import_public_names_only():
 
 
 @pytest.mark.parametrize(
-    ("code", "found"),
+    ("code", "private"),
     [
         ("import parity.measure.core", ["parity.measure.core"]),
         ("import ttnn_mock.boards", ["ttnn_mock.boards"]),
@@ -507,8 +507,8 @@ def test_pages_import_public_names_only():
         ("import parity, os.path", []),
     ],
 )
-def test_a_private_import_is_found(code, found):
-    assert private_imports(code) == found
+def test_a_private_import_is_found(code, private):
+    assert private_imports(code) == private
 
 
 # ---- Recipes -------------------------------------------------------------------------------------

@@ -163,7 +163,9 @@ def test_page_of_wrong_answers_is_complete():
     assert len(rows) == 90
     named = re.findall(r"Likely bug[^:]*: (.+?)(?:<br>| \|)", page)
     assert len(named) > 40
-    assert [each for each in named if "](../bugs/" not in each and "unexpected" not in each] == []
+    assert [
+        answer for answer in named if "](../bugs/" not in answer and "unexpected" not in answer
+    ] == []
 
 
 def test_tables_of_the_reference_are_current():
@@ -296,12 +298,16 @@ def test_pinned_versions_meet_requirements(file, extras):
         *PROJECT["dependencies"],
         *(text for name in extras or optional.keys() - {"tt"} for text in optional[name]),
     ]
-    wanted = [each for each in map(Requirement, texts) if each.name != PROJECT["name"]]
+    wanted = [
+        requirement
+        for requirement in map(Requirement, texts)
+        if requirement.name != PROJECT["name"]
+    ]
     assert len(wanted) > 10
     assert [
-        str(each)
-        for each in wanted
-        if pinned.get(canonicalize_name(each.name), "none") not in each.specifier
+        str(requirement)
+        for requirement in wanted
+        if pinned.get(canonicalize_name(requirement.name), "none") not in requirement.specifier
     ] == []
 
 
@@ -373,15 +379,15 @@ def test_measured_support_matches_known(name):
 
     features = {feature.key: feature for feature in (*support.FEATURES, *support.ARGUMENTS)}
     with support.FRAMEWORKS[name]() as framework:
-        found = {
+        measured = {
             key: support.answers(framework, features[key])
             for key in dict.fromkeys(key for key, _ in KNOWN[name])
         }
     for (key, path), answer in KNOWN[name].items():
-        told = found[key][path]
-        assert ("rejected" if told.startswith(f"{key} ") else told) == answer
+        measured_answer = measured[key][path]
+        assert ("rejected" if measured_answer.startswith(f"{key} ") else measured_answer) == answer
     recorded = support.recorded(name)
-    assert found == {key: recorded[key] for key in found}
+    assert measured == {key: recorded[key] for key in measured}
 
 
 @pytest.mark.thorough
@@ -429,7 +435,9 @@ def test_conventions_table_is_complete():
     from parity.explain.conformance.peers import PEERS
     from parity.explain.conformance.questions import QUESTIONS
 
-    subjects = {each["name"]: each["answers"] for each in parts.measured("conformance")["subjects"]}
+    subjects = {
+        subject["name"]: subject["answers"] for subject in parts.measured("conformance")["subjects"]
+    }
     assert subjects.keys() == PEERS.keys()
     assert all(answers.keys() == QUESTIONS.keys() for answers in subjects.values())
     shown = parts.conventions()
@@ -454,13 +462,13 @@ def test_shared_answer_names_differing_class():
     def subject(name, status, words):
         return {"name": f"mha_torch.{name}", "answers": {"causal": [status, words]}}
 
-    found = [
+    answers = [
         subject("A", "ok", "top-left"),
         subject("B", "note", "either"),
         subject("C", "ok", "top-left"),
     ]
-    assert parts.shared_answer(found, "causal") == ("note", "top-left; B: either")
-    assert parts.shared_answer([*found[:1], subject("D", "absent", "—")], "causal") == (
+    assert parts.shared_answer(answers, "causal") == ("note", "top-left; B: either")
+    assert parts.shared_answer([*answers[:1], subject("D", "absent", "—")], "causal") == (
         "ok",
         "top-left",
     )
@@ -545,12 +553,14 @@ def test_github_files_use_existing_targets():
     Makefile.
     """
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
-    found = [yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github").rglob("*.yml")]
-    assert len(found) > 5
+    contents = [
+        yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github").rglob("*.yml")
+    ]
+    assert len(contents) > 5
     commands = [
         command
-        for each in found
-        for job in each.get("jobs", {}).values()
+        for content in contents
+        for job in content.get("jobs", {}).values()
         for command in commands_of(job)
     ]
     made = {command.removeprefix("make ") for command in commands if command.startswith("make ")}
@@ -725,7 +735,7 @@ def test_later_file_replaces_rows(results):
         (128, 3.0),
         (256, 2.0),
     ]
-    assert [(each.machine, each.date[-2:]) for each in measurements.measured()] == [
+    assert [(row.machine, row.date[-2:]) for row in measurements.measured()] == [
         ("a", "01"),
         ("a", "02"),
         ("b", "03"),
@@ -760,10 +770,10 @@ def test_targets_are_met_by_their_worst_row(results):
         "targets.json",
         [{**target, "at_least": 1}, {**target, "at_most": 1.2}, {**half, "at_least": 2}],
     )
-    found = [row[1:] for row in measurements.targets()]
-    assert found[0] == ("≥ 1", "0.90 to 1.20", "**no**", "y")
-    assert found[1] == ("≤ 1.2", "0.90 to 1.20", "yes", "")
-    assert found[2] == ("≥ 2", "2.00", "yes", "")
+    targets = [row[1:] for row in measurements.targets()]
+    assert targets[0] == ("≥ 1", "0.90 to 1.20", "**no**", "y")
+    assert targets[1] == ("≤ 1.2", "0.90 to 1.20", "yes", "")
+    assert targets[2] == ("≥ 2", "2.00", "yes", "")
     assert measurements.digits_of(2.9993, 3) == "2.999"  # not 3.00, which meets the bound
     results("targets.json", [{**target, "rows": {"what": "absent"}, "at_least": 1}])
     with pytest.raises(ValueError, match="have rows for 'x'"):
@@ -803,7 +813,7 @@ def test_page_lists_every_measurement_file():
     import measurements
 
     text = measurements.page()
-    assert [each.date for each in measurements.measured() if f"### {each.date}" not in text] == []
+    assert [row.date for row in measurements.measured() if f"### {row.date}" not in text] == []
     assert {*IMAGE.findall(text)} >= {"ratios-epyc", "growth-epyc", "ratios-h200"}
     assert text.count(":::{dropdown}") > 14
     assert measurements.targets_table().count("\n") > 10
@@ -813,10 +823,10 @@ def test_each_search_rule_leaves_fewer_bugs():
     """Each rule of the search for scale-missing leaves fewer bugs, and the last one only this."""
     import pictures
 
-    counts, found = pictures.funnel_counts("scale-missing")
+    counts, bugs = pictures.funnel_counts("scale-missing")
     numbers = [*counts.values()]
     assert numbers == sorted({*numbers}, reverse=True)
-    assert (numbers[-1], found) == (1, "scale-missing")
+    assert (numbers[-1], bugs) == (1, "scale-missing")
 
 
 # ---- The CI recipe -------------------------------------------------------------------------------

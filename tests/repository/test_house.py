@@ -160,15 +160,15 @@ def test_private_names_are_not_imported():
     """No module uses private names of another module of this project."""
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert len(paths) > 300
-    found = {
+    imported = {
         str(path.relative_to(ROOT)): [*private_names(path.read_text(encoding="utf-8"))]
         for path in paths
     }
-    assert {path: names for path, names in found.items() if names} == {}
+    assert {path: names for path, names in imported.items() if names} == {}
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "names"),
     [
         ("from mha_jax.b import _f", ["mha_jax.b._f"]),
         ("from mha_jax import b\nb._f()", ["mha_jax.b._f"]),
@@ -180,11 +180,11 @@ def test_private_names_are_not_imported():
         ("self._f", []),
     ],
 )
-def test_foreign_private_names_are_found(source, found):
+def test_foreign_private_names_are_found(source, names):
     """`private_names` finds private names that are imported, or reached through an import, of
     this project only.
     """
-    assert list(private_names(source)) == found
+    assert list(private_names(source)) == names
 
 
 # ---- Prose in tests ------------------------------------------------------------------------------
@@ -218,10 +218,10 @@ def test_no_test_repeats_words_of_an_error():
     """
     paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in EXCEPT]
     assert len(paths) > 100
-    found = [
+    repeated = [
         (str(path.relative_to(ROOT)), sentences(path.read_text(encoding="utf-8"))) for path in paths
     ]
-    assert [(path, strings) for path, strings in found if strings] == []
+    assert [(path, strings) for path, strings in repeated if strings] == []
 
 
 @pytest.mark.parametrize(

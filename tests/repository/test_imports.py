@@ -210,7 +210,7 @@ def test_packages_import_parallel_lazily(package):
     no layer needs neither.
     """
     folder = ROOT / package
-    found = []
+    imports = []
     for path in sorted({*folder.rglob("*.py")} - {*(folder / "parallel").rglob("*.py")}):
         for node in ast.parse(path.read_text()).body:  # statements at import time
             names = (
@@ -219,9 +219,9 @@ def test_packages_import_parallel_lazily(package):
                 else []
             )
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found += [
+            imports += [
                 (path.name, name)
                 for name in names
                 if name.startswith(("torch.distributed", f"{package}.parallel"))
             ]
-    assert found == []
+    assert imports == []

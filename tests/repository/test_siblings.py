@@ -349,8 +349,8 @@ def targets(node):
     """Return the names that a statement binds itself."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
-    found = [*getattr(node, "targets", []), getattr(node, "target", None)]
-    return [target.id for target in found if isinstance(target, ast.Name)]
+    targets_of = [*getattr(node, "targets", []), getattr(node, "target", None)]
+    return [target.id for target in targets_of if isinstance(target, ast.Name)]
 
 
 @cache
@@ -360,16 +360,16 @@ def definitions(name, file):
 
     Both `forward` and `__call__` are named `call`.
     """
-    found = {}
+    nodes = {}
     for node in parse(name, file).body:
-        found |= {public: node for public in targets(node) if is_public(public)}
+        nodes |= {public: node for public in targets(node) if is_public(public)}
         for member in node.body if isinstance(node, ast.ClassDef) and is_public(node.name) else []:
-            found |= {
+            nodes |= {
                 f"{node.name}.{CALL.get(own, own)}": member
                 for own in targets(member)
                 if is_public(own)
             }
-    return found
+    return nodes
 
 
 def functions(name, file):
@@ -390,10 +390,10 @@ def is_extra(name, public):
 
 def constructor(name, kind):
     """Return the constructor of a class, its own or inherited."""
-    found = definitions(name, "mha.py") | definitions(name, "cache_mha.py")
-    while f"{kind}.__init__" not in found:
-        kind = found[kind].bases[0].id
-    return found[f"{kind}.__init__"]
+    nodes = definitions(name, "mha.py") | definitions(name, "cache_mha.py")
+    while f"{kind}.__init__" not in nodes:
+        kind = nodes[kind].bases[0].id
+    return nodes[f"{kind}.__init__"]
 
 
 def parameters(name, public, function):
@@ -438,8 +438,8 @@ def axes(annotation):
     """Return the axis strings of an annotation, such as `B N T H`."""
     if annotation is None or isinstance(annotation, ast.Constant):  # a class in quotes has none
         return []
-    found = re.findall(r"'([^']*)'", ast.unparse(annotation))
-    return [OTHER_AXES.get(named, named) for named in found]
+    strings = re.findall(r"'([^']*)'", ast.unparse(annotation))
+    return [OTHER_AXES.get(named, named) for named in strings]
 
 
 def in_neutral_words(name, text):
@@ -455,14 +455,14 @@ def summary(name, node):
 
 def imports(tree):
     """Return the packages that a file imports, at import time or later."""
-    found = set()
+    packages = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            found.add(node.module.partition(".")[0])
-    return found - sys.stdlib_module_names
+            packages.add(node.module.partition(".")[0])
+    return packages - sys.stdlib_module_names
 
 
 FILES = [file for file in files_of("torch") if is_shared("torch", file)]
@@ -575,25 +575,25 @@ def test_definitions_have_same_order(name):
     listed extra names.
     """
     for file in FILES:
-        found = [public for public in definitions(name, file) if not is_extra(name, public)]
+        actual = [public for public in definitions(name, file) if not is_extra(name, public)]
         expected = [
             public for public in definitions("torch", file) if not is_extra("torch", public)
         ]
-        assert found == expected, file
+        assert actual == expected, file
 
 
 @every_sibling
 def test_listed_names_exist(name):
     """Every listed extra name and parameter exists in its package."""
-    found = [definitions(name, file) for file in files_of(name)]
+    definitions_of_files = [definitions(name, file) for file in files_of(name)]
     arguments = {
         argument.arg
-        for nodes in found
+        for nodes in definitions_of_files
         for node in nodes.values()
         if isinstance(node, ast.FunctionDef)
         for argument in [*node.args.args, *node.args.kwonlyargs]
     }
-    assert EXTRA_NAMES[name] <= set().union(*found)
+    assert EXTRA_NAMES[name] <= set().union(*definitions_of_files)
     assert EXTRA_PARAMETERS[name] <= arguments
 
 
@@ -605,25 +605,25 @@ def test_parameters_are_the_same(name):
     """The parameters of a function have the names, kinds, defaults and axes of mha_torch,
     apart from listed ones.
     """
-    found, expected = {}, {}
+    actual, expected = {}, {}
     for file in FILES:
         for public, node in shared_functions(name, file).items():
-            found[file, public] = parameters(name, public, functions(name, file)[public])
+            actual[file, public] = parameters(name, public, functions(name, file)[public])
             expected[file, public] = with_other_defaults(
                 name, public, parameters("torch", public, node)
             )
-    assert found == expected
+    assert actual == expected
 
 
 @every_other
 def test_results_have_same_axes(name):
     """The result of a function has the axes of mha_torch."""
-    found, expected = {}, {}
+    actual, expected = {}, {}
     for file in FILES:
         for public, node in shared_functions(name, file).items():
-            found[file, public] = axes(functions(name, file)[public].returns)
+            actual[file, public] = axes(functions(name, file)[public].returns)
             expected[file, public] = axes(node.returns)
-    assert found == expected
+    assert actual == expected
 
 
 # ---- Docstrings ----------------------------------------------------------------------------------
@@ -632,20 +632,20 @@ def test_results_have_same_axes(name):
 @every_other
 def test_files_have_same_summary(name):
     """The first line of a file's docstring is the same as in mha_torch, in neutral words."""
-    found = {file: summary(name, parse(name, file)) for file in FILES}
-    assert found == {file: summary("torch", parse("torch", file)) for file in FILES}
+    summaries = {file: summary(name, parse(name, file)) for file in FILES}
+    assert summaries == {file: summary("torch", parse("torch", file)) for file in FILES}
 
 
 @every_other
 def test_definitions_have_same_summary(name):
     """The first line of a definition's docstring is the same as in mha_torch, in neutral words."""
-    found, expected = {}, {}
+    actual, expected = {}, {}
     for file in FILES:
         for public, node in shared_definitions(name, file).items():
             if (name, public) not in OTHER_SUMMARIES:
-                found[file, public] = summary(name, definitions(name, file)[public])
+                actual[file, public] = summary(name, definitions(name, file)[public])
                 expected[file, public] = summary("torch", node)
-    assert found == expected
+    assert actual == expected
 
 
 @every_sibling

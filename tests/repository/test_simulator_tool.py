@@ -84,9 +84,9 @@ def test_non_elf_library_is_rejected(capsys, tool, library):
 
 def test_wrong_sha256_is_rejected(capsys, tool, library):
     """A library with a different SHA-256 exits with status 2 and an error with both."""
-    found = hashlib.sha256(ELF).hexdigest()
+    digest = hashlib.sha256(ELF).hexdigest()
     message = message_of(capsys, tool, library, "--sha256", "0" * 64)
-    assert rejects("the simulator", found, where="tt-simulator").is_printed_in(message)
+    assert rejects("the simulator", digest, where="tt-simulator").is_printed_in(message)
     assert "0" * 64 in message
 
 

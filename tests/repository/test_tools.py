@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,8 @@ def test_fuzzing_finds_every_harm(fuzz, tmp_path, monkeypatch, fault, finding):
     monkeypatch.setattr("parity.use.cli.main.main", fault)
     monkeypatch.setattr(fuzz, "good_files", lambda folder: {})
     monkeypatch.setattr(fuzz, "hostile", lambda draw, good: ({}, ["inspect", "a.npz"]))
-    (told, *_) = fuzz.fuzz_hostile(tmp_path, 1, seed=0)
-    assert finding in told
+    (report, *_) = fuzz.fuzz_hostile(tmp_path, 1, seed=0)
+    assert finding in report
 
 
 def test_excess_time_and_memory_are_harm(fuzz):
@@ -189,8 +190,10 @@ def test_fuzzing_finds_every_fault(fuzz, tmp_path, monkeypatch, fault, finding):
     monkeypatch.setattr("parity.use.cli.main.main", fault)
     monkeypatch.setattr(fuzz.call, "__defaults__", (1,))
     monkeypatch.setattr(fuzz, "draw", lambda rng: (["inspect", "a.npz"], []))
-    (told, *_) = [told for told in fuzz.fuzz_commands(tmp_path, 1, seed=0) if finding in told]
-    assert told.startswith("0: mha-parity 'inspect' 'a.npz'")
+    (report, *_) = [
+        report for report in fuzz.fuzz_commands(tmp_path, 1, seed=0) if finding in report
+    ]
+    assert report.startswith("0: mha-parity 'inspect' 'a.npz'")
 
 
 # ---- check-html ----------------------------------------------------------------------------------
@@ -250,14 +253,14 @@ def browser(check_html, monkeypatch, tmp_path):
     def run(tool, arguments, folder):
         if tool == "npm":
             return subprocess.CompletedProcess(arguments, says["npm"][0], "", says["npm"][1])
-        found = [
+        paths = [
             says[page.rpartition("/")[2]] for page in arguments[1:]
         ]  # pages of the site have addresses
-        if None in found:
+        if None in paths:
             return subprocess.CompletedProcess(
                 arguments, 3, "", "Chromium does not start here: why\n"
             )
-        return subprocess.CompletedProcess(arguments, 0, "\n".join(map(json.dumps, found)), "")
+        return subprocess.CompletedProcess(arguments, 0, "\n".join(map(json.dumps, paths)), "")
 
     monkeypatch.setattr(check_html, "run", run)
     return says
@@ -361,11 +364,11 @@ def test_mutants_are_valid_edits_of_code(mutants, tmp_path, monkeypatch):
     """
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     (tmp_path / "m.py").write_text(SOURCE)
-    found = list(mutants.mutants_of("m.py"))
-    assert {(each.before, each.text) for each in found} == EDITS
-    for each in found:
-        assert SOURCE[each.start : each.end] == each.before
-        compile(SOURCE[: each.start] + each.text + SOURCE[each.end :], "m.py", "exec")
+    edits = list(mutants.mutants_of("m.py"))
+    assert {(edit.before, edit.text) for edit in edits} == EDITS
+    for edit in edits:
+        assert SOURCE[edit.start : edit.end] == edit.before
+        compile(SOURCE[: edit.start] + edit.text + SOURCE[edit.end :], "m.py", "exec")
 
 
 @pytest.mark.costly("git lists the sources")
@@ -385,7 +388,7 @@ def test_mutants_depend_only_on_seed(mutants, monkeypatch):
     }
     monkeypatch.setattr(mutants, "COUNTS", {"mha_spec": 25})
     assert mutants.drawn(0) == mutants.drawn(0) != mutants.drawn(1)
-    assert {each.package for each in mutants.drawn(0)} == {"mha_spec"}
+    assert {mutant.package for mutant in mutants.drawn(0)} == {"mha_spec"}
 
 
 TESTED = """
@@ -473,8 +476,33 @@ def test_map_has_tests_of_each_mutant(mutants, tmp_path, monkeypatch):
     of_process = {("package/m.py", line): {process, own} for line in (2, 4)}
     # No test reaches line 3: those that reach other lines of its folder are near.
     expected = {**of_process, ("package/m.py", 3): {process, own}, ("package/other.py", 2): {own}}
-    tests = {(each.path, each.line): {*by_mutant.tests_of(each)} for each in made}
+    tests = {(mutant.path, mutant.line): {*by_mutant.tests_of(mutant)} for mutant in made}
     assert tests == expected
+
+
+def test_mutant_continues_with_new_tiers(mutants, monkeypatch):
+    """A mutant that passed the mapped tiers continues with the next one; slow tests beyond the limit
+    are counted, not run.
+    """
+    tree = object.__new__(mutants.Tree)
+    tree._limit, tree._servers = 2.5, {"main": None}
+    runs = []
+    monkeypatch.setattr(tree, "_first_failure", lambda *call: runs.append(call[1]) or "")
+    tiers = dict.fromkeys("abc", "short") | {"d": "thorough"}
+    lines = types.SimpleNamespace(
+        tests_of=lambda _: list(tiers),
+        tier=tiers,
+        seconds=dict.fromkeys(tiers, 1.0),
+        tiers=["short"],
+    )
+    result = mutants.Result("m.py:1:0", "edit")
+    tree.test(result, None, mutants.SUITES[0], lines)
+    assert (runs, result.omitted, result.passed) == ([["a", "b"]], 1, ["short"])
+    assert result.is_final(["short"])
+    assert not result.is_final(mutants.TIERS)
+    lines.tiers.append("thorough")
+    tree.test(result, None, mutants.SUITES[0], lines)
+    assert (runs[1:], result.omitted, result.found) == ([["d"]], 1, "")
 
 
 def test_unmapped_mutant_raises(mutants, tmp_path, monkeypatch):

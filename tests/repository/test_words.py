@@ -180,9 +180,9 @@ def prose(page: str) -> str:
 def lexemes(source: str) -> dict[str, str]:
     """Return the docstrings with comments of a module, and its strings of at least three words."""
     texts: dict[str, list[str]] = {"docstrings": [], "messages": []}
-    for found in LEXEME.finditer(source):
-        text = found[0].strip().strip("\"'# \t")
-        if found.lastgroup != "string":
+    for match in LEXEME.finditer(source):
+        text = match[0].strip().strip("\"'# \t")
+        if match.lastgroup != "string":
             texts["docstrings"].append(
                 re.sub(r"^ +[*\w]+(, [*\w]+)*: ", "    ", text, flags=re.MULTILINE)
             )  # names
@@ -190,7 +190,7 @@ def lexemes(source: str) -> dict[str, str]:
         text = re.sub(r"\{[^{}]*\}", "{}", text)  # values of f-strings
         if len(text.split()) > 2:
             texts["messages"].append(text)
-    return {kind: prose("\n\n".join(found)) for kind, found in texts.items()}
+    return {kind: prose("\n\n".join(pieces)) for kind, pieces in texts.items()}
 
 
 def labels(source: str) -> str:

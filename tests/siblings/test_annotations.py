@@ -119,7 +119,7 @@ def input_error_of(argument, **values):
 
 def test_public_calls_are_checked(sibling):
     """Each public function that has arrays among its arguments checks them."""
-    calls = {str(each.function): each.call for each in array_arguments(sibling.package)}
+    calls = {str(argument.function): argument.call for argument in array_arguments(sibling.package)}
     assert len(calls) > 25
     assert [name for name, call in calls.items() if not getattr(call, "is_checked", False)] == []
 

@@ -25,17 +25,20 @@ def assert_same(sibling, x, options, of_one, axes):
     """Compare a layer with itself on one batch axis, with the options of `of_one`."""
     layer = sibling.filled("MultiHeadAttention", SPEC)
     results = []
-    for tokens, given in ((x, options), (x.reshape(-1, *x.shape[-2:]), {**options, **of_one})):
-        given = {name: sibling.option(option) for name, option in given.items()}
+    for tokens, options_of_call in (
+        (x, options),
+        (x.reshape(-1, *x.shape[-2:]), {**options, **of_one}),
+    ):
+        options_of_call = {name: sibling.option(option) for name, option in options_of_call.items()}
         results.append(
             [
                 sibling.numpy(part)
-                for part in layer(sibling.array(tokens), **given, need_weights=True)
+                for part in layer(sibling.array(tokens), **options_of_call, need_weights=True)
             ]
         )
-    for found, expected in zip(*results, strict=True):
-        assert found.shape == (*axes, *expected.shape[1:])
-        assert np.array_equal(found.reshape(expected.shape), expected)
+    for actual, expected in zip(*results, strict=True):
+        assert actual.shape == (*axes, *expected.shape[1:])
+        assert np.array_equal(actual.reshape(expected.shape), expected)
 
 
 @sample(jax=0)  # in jax_and_torch/test_axes.py with gradients

@@ -176,9 +176,9 @@ def test_idle_sequence_keeps_its_cache(sibling, dtype, num_new):
     keys, values, _ = contents_of(sibling, cache)
     x = sibling.array(random_tokens(num_new, dtype))
     _, cache = module(x, cache, new_lengths=[0, num_new, 0])
-    found = contents_of(sibling, cache)
-    assert np.array_equal(found[0][[0, 2]], keys[[0, 2]])
-    assert np.array_equal(found[1][[0, 2]], values[[0, 2]])
+    contents = contents_of(sibling, cache)
+    assert np.array_equal(contents[0][[0, 2]], keys[[0, 2]])
+    assert np.array_equal(contents[1][[0, 2]], values[[0, 2]])
 
 
 @pytest.mark.parametrize(("num_kv_heads", "gib"), [(64, 20), (8, 2.5)])
@@ -276,7 +276,7 @@ def test_copied_cache_goes_back(sibling):
         sibling.call(module, sibling.array(random_tokens(1, seed=3)), cache)
         assert all(map(np.array_equal, before, map(sibling.numpy, copied.slots.values()))), kind
         assert np.asarray(copied.lengths).tolist() == [4, 4, 4]
-        results = [sibling.call(module, token, each) for each in (copied, again)]
+        results = [sibling.call(module, token, cache_of_call) for cache_of_call in (copied, again)]
         assert np.array_equal(*(sibling.numpy(output) for output, _ in results)), kind
         assert type(copied) is type(cache)
 

@@ -201,8 +201,8 @@ def test_relative_products_use_a_distance(sibling):
             sibling.option(offsets),
             vectors,
         )
-        found = sibling.package.attention_scores(*arguments)
-        assert sibling.numpy(found) == pytest.approx(expected, abs=1e-5)
+        actual = sibling.package.attention_scores(*arguments)
+        assert sibling.numpy(actual) == pytest.approx(expected, abs=1e-5)
 
 
 def test_sinusoid_products_use_a_distance(sibling):
@@ -231,10 +231,10 @@ def test_sinusoid_products_use_a_distance(sibling):
             products = (q[b, n, t] + content_bias[n]) @ k[b, 0, s]
             expected[b, n, t, s] = 0.5 * (products + (q[b, n, t] + position_bias[n]) @ vector)
         learned = {name: sibling.stage_weight(name, x) for name, x in weights.items()}
-        found = sibling.package.attention_scores(
+        actual = sibling.package.attention_scores(
             sibling.array(q), sibling.array(k), None, spec, sibling.option(offsets), learned
         )
-        assert sibling.numpy(found) == pytest.approx(expected, abs=1e-5)
+        assert sibling.numpy(actual) == pytest.approx(expected, abs=1e-5)
 
 
 def test_sinks_take_weight_and_give_none(sibling):
@@ -245,14 +245,14 @@ def test_sinks_take_weight_and_give_none(sibling):
     )
     hidden = sibling.option(np.array([[[[False, True]]], [[[True, True]]]]))
     softmax, sinks = sibling.package.masked_softmax, sibling.stage_weight("sinks", sinks)
-    found = sibling.numpy(softmax(sibling.array(np.repeat(scores, 2, 0)), hidden, sinks))
+    actual = sibling.numpy(softmax(sibling.array(np.repeat(scores, 2, 0)), hidden, sinks))
     expected = np.array([1 / (1 + math.e**2), 1 / (1 + math.e**-3)])
-    sibling.assert_close(found[0, :, 0, 0], expected, within=8 * EPSILON)
-    assert not found[0, ..., 1].any()
-    assert not found[1].any()  # in a row without a key, the sink has all weight
-    seen = sibling.numpy(softmax(sibling.array(scores), None, sinks)).sum(axis=-1)[0, 0]
+    sibling.assert_close(actual[0, :, 0, 0], expected, within=8 * EPSILON)
+    assert not actual[0, ..., 1].any()
+    assert not actual[1].any()  # in a row without a key, the sink has all weight
+    visible_weight = sibling.numpy(softmax(sibling.array(scores), None, sinks)).sum(axis=-1)[0, 0]
     sibling.assert_close(
-        seen, np.array([(1 + math.e) / (1 + math.e + math.e**2)]), within=8 * EPSILON
+        visible_weight, np.array([(1 + math.e) / (1 + math.e + math.e**2)]), within=8 * EPSILON
     )
 
 
@@ -305,10 +305,10 @@ def test_temperature_grows_with_the_length(sibling):
     x = sibling.array(full((2, 1, 4, 32)))
     positions = sibling.option(np.array([[0, 2, 3, 6], [7, 10, 11, 14]], np.int32))
     temperature = Temperature(4, 1.0 / math.log(2.0), first_position=1)
-    found = sibling.numpy(sibling.package.apply_temperature(x, positions, temperature))
+    actual = sibling.numpy(sibling.package.apply_temperature(x, positions, temperature))
     expected = np.array([[1.0, 1.0, 2.0, 2.0], [1.0 + math.log2(3.0)] * 2 + [3.0] * 2])
     sibling.assert_close(
-        found, np.broadcast_to(expected[:, None, :, None], found.shape), within=8 * EPSILON
+        actual, np.broadcast_to(expected[:, None, :, None], actual.shape), within=8 * EPSILON
     )
 
 
@@ -585,7 +585,9 @@ def test_mask_broadcasts_to_the_scores(sibling, path, shape):
     """A mask may have any shape that broadcasts to the scores."""
     mask, arrays = np.random.default_rng(2).random(shape) < 0.4, problem_of(sibling, path, SPEC)
     whole = np.broadcast_to(mask, (2, 2, 3, 4))
-    outputs = [sibling.attended(path, SPEC, arrays, mask=given) for given in (mask, whole)]
+    outputs = [
+        sibling.attended(path, SPEC, arrays, mask=mask_of_call) for mask_of_call in (mask, whole)
+    ]
     sibling.assert_same(*outputs, path)
 
 
@@ -598,7 +600,9 @@ def test_bias_broadcasts_to_the_scores(sibling, path, shape):
     """A bias may have any shape that broadcasts to the scores."""
     bias = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
     arrays, whole = problem_of(sibling, path, SPEC), np.broadcast_to(bias, (2, 2, 3, 4))
-    outputs = [sibling.attended(path, SPEC, arrays, bias=given) for given in (bias, whole)]
+    outputs = [
+        sibling.attended(path, SPEC, arrays, bias=bias_of_call) for bias_of_call in (bias, whole)
+    ]
     sibling.assert_same(*outputs, path)
 
 
@@ -609,7 +613,9 @@ def test_sequences_do_not_see_each_other(sibling, path):
     arrays = problem_of(sibling, path, SPEC)
     changed = {**arrays, "query": arrays["query"].copy(), "key": arrays["key"].copy()}
     changed["query"][1], changed["key"][1] = 5.0, -3.0
-    before, after = (sibling.attended(path, SPEC, each, mask=MASK) for each in (arrays, changed))
+    before, after = (
+        sibling.attended(path, SPEC, inputs, mask=MASK) for inputs in (arrays, changed)
+    )
     assert np.array_equal(before[0], after[0])
 
 
@@ -677,14 +683,14 @@ def test_self_attention_is_attention(sibling, rng, hiding):
         "positions": np.array([[3, 5, 6, 9], [0, 1, 2, 30]], np.int32),
     }
     x = sibling.array(rng.standard_normal((2, 4, 8)).astype(np.float32))
-    options = {name: sibling.option(given) for name, given in options.items()}
+    options = {name: sibling.option(option) for name, option in options.items()}
     self_attention = sibling.filled("MultiHeadSelfAttention", spec)
-    found = sibling.numpy(self_attention(x, **options, **hiding))
+    actual = sibling.numpy(self_attention(x, **options, **hiding))
     expected, _ = sibling.filled("MultiHeadAttention", spec)(x, **options, **hiding)
-    assert np.array_equal(found, sibling.numpy(expected))
+    assert np.array_equal(actual, sibling.numpy(expected))
     for name in options:  # none of them is without effect
-        without = {other: given for other, given in options.items() if other != name}
-        assert (sibling.numpy(self_attention(x, **without, **hiding)) != found).any()
+        without = {other: option for other, option in options.items() if other != name}
+        assert (sibling.numpy(self_attention(x, **without, **hiding)) != actual).any()
 
 
 # ---- No tokens at all ----------------------------------------------------------------------------
@@ -887,8 +893,8 @@ def test_positions_without_use_are_ignored(sibling, path, has_key):
         name: x for name, x in problem_of(sibling, path, SPEC).items() if has_key or name != "key"
     }
     expected = sibling.attended(path, SPEC, arrays)
-    found = sibling.attended(path, SPEC, arrays, positions=np.array([[7, 3, 5]], np.int32))
-    assert np.array_equal(found, expected)
+    actual = sibling.attended(path, SPEC, arrays, positions=np.array([[7, 3, 5]], np.int32))
+    assert np.array_equal(actual, expected)
 
 
 # ---- Dropout -------------------------------------------------------------------------------------
@@ -935,13 +941,13 @@ def test_attention_weights_precede_dropout(sibling):
     """A layer returns the attention weights before dropout."""
     dtype = sibling.kernel_dtype
     query = sibling.array(problem(SPEC, dtype)["query"])
-    found, expected = (
+    actual, expected = (
         sibling.filled("MultiHeadAttention", SPEC.replace(dropout=rate), dtype=dtype)(
             query, need_weights=True
         )[1]
         for rate in (0.5, 0.0)
     )
-    assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
+    assert np.array_equal(sibling.numpy(actual), sibling.numpy(expected))
 
 
 @sample(jax=1)

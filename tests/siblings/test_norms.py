@@ -64,6 +64,6 @@ def test_new_layer_multiplies_by_one(sibling, spec):
 def test_weights_of_norms_return_exactly(sibling, spec):
     """Weights that were loaded into a layer with norms are returned bit for bit."""
     weights = parity.random_weights(spec, 3)
-    found = parity.weights_of(sibling.filled("MultiHeadAttention", spec, weights))
-    assert list(found) == list(weights)
-    assert all(np.array_equal(found[name], weights[name]) for name in weights)
+    weights_again = parity.weights_of(sibling.filled("MultiHeadAttention", spec, weights))
+    assert list(weights_again) == list(weights)
+    assert all(np.array_equal(weights_again[name], weights[name]) for name in weights)

@@ -89,7 +89,7 @@ def test_tutorial_attends_to_itself(sibling):
         sibling.filled("MultiHeadSelfAttention", SPEC, SELF.weights),
     )
     x = sibling.array(SELF.inputs["query"])
-    output, expected = (sibling.numpy(sibling.call(each, x)) for each in (layer, large))
+    output, expected = (sibling.numpy(sibling.call(module, x)) for module in (layer, large))
     sibling.assert_close(output, expected, within=1e-6)
 
 

@@ -61,8 +61,8 @@ def test_sequences_have_their_own_positions(sibling, rng):
 def test_theta_changes_the_rotation(sibling, rng):
     """A different theta rotates by other angles."""
     x = rng.standard_normal((1, 1, 4, 8)).astype(np.float32)
-    found, other = (rotated(sibling, x, [[0, 1, 2, 3]], theta) for theta in (1e4, 1e5))
-    assert np.abs(found - other).max() > 0.01
+    actual, other = (rotated(sibling, x, [[0, 1, 2, 3]], theta) for theta in (1e4, 1e5))
+    assert np.abs(actual - other).max() > 0.01
 
 
 def test_layer_counts_from_zero(sibling, rng):

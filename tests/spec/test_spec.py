@@ -674,9 +674,9 @@ def test_logarithmic_buckets():
     """Distances below 4 have buckets of their own; from 4 on, 3 steps of factor (9 / 4) ** (1 / 3)
     = 1.31 end at 5.2, 6.9 and 9.
     """
-    found = RelativeProducts(7, 8, num_exact=4, max_distance=10).buckets() - 7
-    assert found[10:].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 8]
-    assert found[:10].tolist() == [-7, -7, -7, -7, -6, -5, -4, -3, -2, -1]
+    buckets = RelativeProducts(7, 8, num_exact=4, max_distance=10).buckets() - 7
+    assert buckets[10:].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 8]
+    assert buckets[:10].tolist() == [-7, -7, -7, -7, -6, -5, -4, -3, -2, -1]
 
 
 @pytest.mark.parametrize(
@@ -904,7 +904,10 @@ def test_spec_with_each_rope_survives_json(rope):
     spec = AttentionSpec(16, 2, rope=rope)
     again = AttentionSpec.from_json(spec.to_json())
     assert (again, hash(again)) == (spec, hash(spec))
-    assert {type(each) for each in (again.rope.sections, spec.rope.sections)} <= {tuple, type(None)}
+    assert {type(sections) for sections in (again.rope.sections, spec.rope.sections)} <= {
+        tuple,
+        type(None),
+    }
 
 
 def test_rope_repr_shows_theta_and_fields():

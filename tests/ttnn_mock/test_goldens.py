@@ -42,11 +42,11 @@ def in_rows(device, x):
 # ---- Rotary position embedding -------------------------------------------------------------------
 
 
-def close(found, expected):
+def close(actual, expected):
     """Return whether results are close: tables, two products and their sum are each rounded by up
     to 2^-9.
     """
-    return np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
+    return np.abs(actual - expected).max() <= 2**-7 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("seq_len", [6, 64])
@@ -57,24 +57,24 @@ def test_half_split_pairs_are_rotated(device, rng, kernel, seq_len):
     """
     x = rounded(rng.standard_normal((2, 3, seq_len, 64)), ttnn.bfloat16)
     cos, sin = (mha_tt.upload(table, device=device) for table in tables(96, 64))
-    found = mha_tt.download(
+    actual = mha_tt.download(
         getattr(EXPERIMENTAL, kernel)(mha_tt.upload(x, device=device), cos, sin)
     )
-    assert close(found[:, :, :seq_len], rotate(x, np.arange(seq_len)[None], 10000.0))
-    assert found.shape[2] == (
+    assert close(actual[:, :, :seq_len], rotate(x, np.arange(seq_len)[None], 10000.0))
+    assert actual.shape[2] == (
         seq_len if kernel == "rotary_embedding_hf" else -(-seq_len // 32) * 32
     )
-    assert not found[:, :, seq_len:].any()
+    assert not actual[:, :, seq_len:].any()
 
 
 def test_one_row_rotates_all_tokens(device, rng):
     """With a token index, all tokens are rotated by that row of the tables."""
     x = rounded(rng.standard_normal((1, 2, 32, 64)), ttnn.bfloat16)
     cos, sin = (mha_tt.upload(table, device=device) for table in tables(96, 64))
-    found = mha_tt.download(
+    actual = mha_tt.download(
         EXPERIMENTAL.rotary_embedding(mha_tt.upload(x, device=device), cos, sin, 41)
     )
-    assert close(found, rotate(x, np.full((1, 32), 41), 10000.0))
+    assert close(actual, rotate(x, np.full((1, 32), 41), 10000.0))
 
 
 def test_interleaved_pairs_are_rotated(device, rng):
@@ -83,12 +83,12 @@ def test_interleaved_pairs_are_rotated(device, rng):
     cos, sin = (mha_tt.upload(table, device=device) for table in tables(96, 64, neighbours=True))
     trans_mat = mha_tt.upload(NEIGHBOURS[None, None], device=device)
     heads = mha_tt.upload(x, device=device)
-    found = mha_tt.download(
+    actual = mha_tt.download(
         EXPERIMENTAL.rotary_embedding_llama(heads, cos, sin, trans_mat, is_decode_mode=False)
     )
     halves = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=3)
     expected = rotate(halves, np.arange(40)[None], 10000.0)
-    assert close(np.concatenate([found[..., 0::2], found[..., 1::2]], axis=3), expected)
+    assert close(np.concatenate([actual[..., 0::2], actual[..., 1::2]], axis=3), expected)
 
 
 @pytest.mark.parametrize("kernel", ["rotary_embedding_llama", "rotary_embedding_hf"])
@@ -104,9 +104,9 @@ def test_steps_are_rotated_by_their_own_rows(device, rng, kernel):
         of_each = mha_tt.upload(np.tile(NEIGHBOURS, (3, 1))[None, None], device=device)
         arguments.append(ttnn.to_memory_config(of_each, one_core_each(3, 32, 32, device)))
         x = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=3)
-    found = mha_tt.download(getattr(EXPERIMENTAL, kernel)(*arguments, is_decode_mode=True))
-    found = np.concatenate([found[..., 0::2], found[..., 1::2]], axis=3) if is_llama else found
-    assert close(found.swapaxes(1, 2), rotate(x.swapaxes(1, 2), np.array([positions]), 10000.0))
+    actual = mha_tt.download(getattr(EXPERIMENTAL, kernel)(*arguments, is_decode_mode=True))
+    actual = np.concatenate([actual[..., 0::2], actual[..., 1::2]], axis=3) if is_llama else actual
+    assert close(actual.swapaxes(1, 2), rotate(x.swapaxes(1, 2), np.array([positions]), 10000.0))
 
 
 @pytest.mark.parametrize("kernel", ["rotary_embedding", "rotary_embedding_hf"])
@@ -123,8 +123,8 @@ def test_halves_within_a_tile_raise(device, kernel):
 def test_nlp_concat_heads_joins_heads(device, rng):
     """nlp_concat_heads puts heads of whole tiles side by side."""
     x = rounded(rng.standard_normal((2, 4, 40, 64)), ttnn.bfloat16)
-    found = mha_tt.download(EXPERIMENTAL.nlp_concat_heads(mha_tt.upload(x, device=device)))
-    assert np.array_equal(found, x.swapaxes(1, 2).reshape(2, 1, 40, 256))
+    actual = mha_tt.download(EXPERIMENTAL.nlp_concat_heads(mha_tt.upload(x, device=device)))
+    assert np.array_equal(actual, x.swapaxes(1, 2).reshape(2, 1, 40, 256))
 
 
 def test_nlp_concat_heads_rejects_part_tiles(device):
@@ -138,10 +138,10 @@ def test_nlp_concat_heads_decode_joins_heads(device, rng):
     NaN, because the kernel does not write them.
     """
     x = rounded(rng.standard_normal((1, 3, 8, 64)), ttnn.bfloat16)
-    found = mha_tt.download(EXPERIMENTAL.nlp_concat_heads_decode(on_cores(device, x), num_heads=8))
-    assert found.shape == (1, 1, 32, 512)
-    assert np.array_equal(found[0, 0, :3], x.reshape(3, 512))
-    assert np.isnan(found[0, 0, 3:]).all()  # the kernel does not write them
+    actual = mha_tt.download(EXPERIMENTAL.nlp_concat_heads_decode(on_cores(device, x), num_heads=8))
+    assert actual.shape == (1, 1, 32, 512)
+    assert np.array_equal(actual[0, 0, :3], x.reshape(3, 512))
+    assert np.isnan(actual[0, 0, 3:]).all()  # the kernel does not write them
 
 
 def test_nlp_create_qkv_heads_decode_splits(device, rng):
@@ -165,8 +165,8 @@ def test_nlp_create_qkv_heads_decode_splits(device, rng):
         overlap_qk_coregrid=False,
     )
     parts = np.split(x.reshape(1, 3, 8, 64), [4, 6], axis=2)
-    for found, expected in zip((*together, *apart), parts * 2, strict=True):
-        assert np.array_equal(mha_tt.download(found), expected)
+    for actual, expected in zip((*together, *apart), parts * 2, strict=True):
+        assert np.array_equal(mha_tt.download(actual), expected)
     grids = [part.memory_config().shard_spec.grid for part in apart]
     assert grids[0] == grids[2] != grids[1]
 

@@ -449,10 +449,10 @@ def test_mask_padding_of_zero_raises(device, name):
         attend_under(FILLED_WITH_ZERO[name](device), device)
 
 
-def attend_within(window_size, seq_len, device, **told):
+def attend_within(window_size, seq_len, device, **options):
     x = mha_tt.upload(np.ones((1, 1, seq_len, 32)), device=device)
     return ttnn.transformer.scaled_dot_product_attention(
-        x, x, x, sliding_window_size=window_size, **told
+        x, x, x, sliding_window_size=window_size, **options
     )
 
 
@@ -463,8 +463,8 @@ def test_two_sided_window_needs_whole_tiles(device):
     """
     with pytest.raises(AssertionError, match=r"keys .*window"):
         attend_within(3, 40, device, is_causal=False)
-    for seq_len, told in ((64, {"is_causal": False}), (40, {}), (40, {"is_causal": True})):
-        assert mha_tt.download(attend_within(3, seq_len, device, **told)).max() == 1.0
+    for seq_len, options in ((64, {"is_causal": False}), (40, {}), (40, {"is_causal": True})):
+        assert mha_tt.download(attend_within(3, seq_len, device, **options)).max() == 1.0
 
 
 @pytest.mark.parametrize(
@@ -516,9 +516,9 @@ def test_rows_of_more_than_32_heads_raise(device):
     cache, new = (
         mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 33, 32, 32), (1, 2, 33, 32))
     )
-    held = mha_tt.KVCache(cache, cache, np.zeros(2, np.int32), 32)
+    cache_of_layer = mha_tt.KVCache(cache, cache, np.zeros(2, np.int32), 32)
     with pytest.raises(AssertionError, match=r"paged_update_cache .* got 33"):
-        write_rows(held, [new, new], np.array([0, 0]))
+        write_rows(cache_of_layer, [new, new], np.array([0, 0]))
 
 
 @pytest.mark.board

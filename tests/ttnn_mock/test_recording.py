@@ -37,9 +37,9 @@ def keep(device, monkeypatch, **options):
     with ttnn_mock.shadow() as values, monkeypatch.context() as patched:
         patched.setattr(recording, "is_in_use", lambda: False)
         patched.setattr(recording, "read_back", lambda tensor: values.download(tensor) + 1)
-        with recording.recorded() as found:
+        with recording.recorded() as recorded:
             assert np.array_equal(program(device, **options), 2 ** options.get("times", 1) * X + 1)
-    return found
+    return recorded
 
 
 @pytest.fixture
@@ -77,14 +77,14 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("options", "told"), OTHERS.values(), ids=list(OTHERS))
-def test_different_program_is_reported(device, recorded_program, options, told):
+@pytest.mark.parametrize(("options", "difference"), OTHERS.values(), ids=list(OTHERS))
+def test_different_program_is_reported(device, recorded_program, options, difference):
     """A different program gets golden values, and the replay names the first step that differs."""
     with recording.replayed(recorded_program) as replay:
-        found = program(device, **options)
+        actual = program(device, **options)
     expected = options.get("x", X) * options.get("factor", 2.0) ** options.get("times", 1)
-    assert np.array_equal(found, expected)
-    assert re.match(told, replay.differs)
+    assert np.array_equal(actual, expected)
+    assert re.match(difference, replay.differs)
 
 
 def test_operations_on_other_tensors_differ(device, monkeypatch):
@@ -108,14 +108,14 @@ def test_recording_round_trips_through_file(tmp_path, recorded_program):
     """A saved recording is loaded with the same lines, sums, arrays and origin."""
     made = replace(recorded_program, made_on="a simulated board")
     made.save(tmp_path / "a.npz")
-    found = Recording.load(tmp_path / "a.npz")
-    assert (found.lines, found.sums, found.made_on) == (
+    loaded = Recording.load(tmp_path / "a.npz")
+    assert (loaded.lines, loaded.sums, loaded.made_on) == (
         recorded_program.lines,
         recorded_program.sums,
         "a simulated board",
     )
     assert all(
-        np.array_equal(a, b) for a, b in zip(found.arrays, recorded_program.arrays, strict=True)
+        np.array_equal(a, b) for a, b in zip(loaded.arrays, recorded_program.arrays, strict=True)
     )
 
 

@@ -81,21 +81,21 @@ def measured(bug: Bug) -> Measured:
     """
     record = RECORDINGS[bug.recording]
     wrong, right = (record(noted, bug.problem) for noted in (bug.recorded(), bug.right()))
-    found = {}
+    differences = {}
     for name in in_order(right):
         if wrong[name].shape != right[name].shape:
             return Measured(name, {}, in_output=True)
         if (bad := differs(wrong[name], right[name], bug.dtype)).any():
-            found[name] = bad
-    if not found:
+            differences[name] = bad
+    if not differences:
         raise AssertionError(f"{bug.id} changes no stage")
-    stage = next(iter(found))
-    letters, bad, limited = stage_named(stage).axes, found[stage], {}
+    stage = next(iter(differences))
+    letters, bad, limited = stage_named(stage).axes, differences[stage], {}
     for axis, letter in enumerate(letters):
         at = bad.any(axis=tuple(i for i in range(bad.ndim) if i != axis))
         if not at.all():
             limited[letter] = tuple(map(int, np.flatnonzero(at)))
-    return Measured(stage, limited, any(name.endswith("output") for name in found))
+    return Measured(stage, limited, any(name.endswith("output") for name in differences))
 
 
 def real_rows(problem: Problem, step: int | None) -> np.ndarray:

@@ -45,14 +45,14 @@ class GaveUp(BaseException):
 def jobs(halves: Iterable[str], styles: Iterable[str] = (), only: Iterable[str] = ()) -> list[Job]:
     """Return the diagnoses to run, in an order in which any first part is a fair sample."""
     halves, styles, only = set(halves), set(styles), set(only)
-    found: list[Job] = []
+    jobs_of_set: list[Job] = []
     for record in (*RIGHTS.values(), *BUGS.values()):
         if (only and record.id not in only) or (styles and record.style not in styles) or half(record.id) not in halves:
             continue
-        found.append(Job(record.id))
+        jobs_of_set.append(Job(record.id))
         if isinstance(record, Bug):
-            found.append(Job(record.id, output_only=True))
-    return sorted(found, key=lambda job: zlib.crc32(f"order {job.id}".encode()))
+            jobs_of_set.append(Job(record.id, output_only=True))
+    return sorted(jobs_of_set, key=lambda job: zlib.crc32(f"order {job.id}".encode()))
 
 
 def verdict_on(job: Job) -> Verdict:
@@ -80,17 +80,22 @@ def verdict_on(job: Job) -> Verdict:
         observed, problem = record.observed(), record.problem
     began = time.process_time()
     try:
-        said = _in_time(observed, problem)
+        diagnosis = _in_time(observed, problem)
     except GaveUp:
         return verdict | {"verdict": "gave up", "seconds": time.process_time() - began, "names": [], "text": ""}
     except Exception as error:  # a diagnosis that fails is a result
         failed = {"verdict": "error", "seconds": time.process_time() - began, "names": []}
         return verdict | failed | {"text": f"{type(error).__name__}: {error}"}
-    verdict |= {"verdict": said.kind, "seconds": time.process_time() - began, "text": str(said), "said": said.to_dict()}
+    verdict |= {
+        "verdict": diagnosis.kind,
+        "seconds": time.process_time() - began,
+        "text": str(diagnosis),
+        "said": diagnosis.to_dict(),
+    }
     explanations = _named(verdict)
-    verdict["names"] = [name for each in explanations for name in each["bugs"]]
-    verdict["others"] = [each["others"] for each in explanations]
-    verdict["first"] = first_said(said.stage, said.malformed)
+    verdict["names"] = [name for explanation in explanations for name in explanation["bugs"]]
+    verdict["others"] = [explanation["others"] for explanation in explanations]
+    verdict["first"] = first_stage(diagnosis.stage, diagnosis.malformed)
     return verdict
 
 
@@ -113,7 +118,7 @@ def _in_time(observed: dict[str, Any], problem: Problem) -> parity.Diagnosis:
         signal.signal(signal.SIGPROF, before)
 
 
-def first_said(stage: str, malformed: Iterable[str]) -> str:
+def first_stage(stage: str, malformed: Iterable[str]) -> str:
     """Return the first stage that the diagnosis objects to."""
     named = {name for name in (stage, *malformed) if name}
     if not named:
@@ -138,7 +143,7 @@ def is_caught(verdict: Verdict) -> bool:
 
 def is_located(verdict: Verdict) -> bool:
     """Return whether it names a bug, or reports the location or the pattern of the first stage that differs."""
-    unnamed = [each for each in verdict.get("said", {}).get("findings", []) if not each["bugs"]]
+    unnamed = [finding for finding in verdict.get("said", {}).get("findings", []) if not finding["bugs"]]
     description = unnamed[0]["description"] if unnamed else None
     is_somewhere = description is not None and (
         description["location"]["words"] != "everywhere"
@@ -167,13 +172,15 @@ def grade_of(verdict: Verdict) -> str:
     if verdict["id"] not in ACCEPTED:
         return "to be classified"
     accepted, pages = ACCEPTED[verdict["id"]], ACCEPTED_PAGES[verdict["id"]]
-    known = [each for each in _named(verdict) if not _is_pattern(each)]
-    patterns = [each for each in _named(verdict) if _is_pattern(each)]
-    if all(accepted.issuperset(each["bugs"]) for each in known) and all(pages >= {*each["pages"]} for each in patterns):
+    known = [finding for finding in _named(verdict) if not _is_pattern(finding)]
+    patterns = [finding for finding in _named(verdict) if _is_pattern(finding)]
+    if all(accepted.issuperset(finding["bugs"]) for finding in known) and all(
+        pages >= {*finding["pages"]} for finding in patterns
+    ):
         return "right"
     words = _words_for(accepted, BUGS[verdict["id"]].problem.case)
-    is_said = all(accepted.issuperset(each["bugs"]) or words & {*each["others"]} for each in known)
-    return "one of several" if is_said and all(pages & {*each["pages"]} for each in patterns) else "wrong"
+    is_said = all(accepted.issuperset(finding["bugs"]) or words & {*finding["others"]} for finding in known)
+    return "one of several" if is_said and all(pages & {*finding["pages"]} for finding in patterns) else "wrong"
 
 
 def _is_pattern(finding: dict[str, Any]) -> bool:

@@ -18,14 +18,14 @@ CACHE = ("cache.keys", "cache.values", "cache.lengths")
 
 def canonical(noted: Mapping[str, np.ndarray], problem: Problem) -> Recorded:
     """Return the stages that a port noted, with a broadcast mask."""
-    case, spec, found = problem.case, problem.spec, dict(noted)
+    case, spec, stages = problem.case, problem.spec, dict(noted)
     for name, value in noted.items():
         stage = stage_named(name)
         chunk = case.seq_len if stage.step is None else case.chunks[stage.step]
         if stage.quantity == "mask":
             keys = case.key_len if stage.step is None else value.shape[-1]
-            found[name] = np.broadcast_to(value, (case.batch, spec.num_heads, chunk, keys))
-    return found
+            stages[name] = np.broadcast_to(value, (case.batch, spec.num_heads, chunk, keys))
+    return stages
 
 
 def _pick(noted: Recorded, names: tuple[str, ...]) -> Recorded:
@@ -50,7 +50,7 @@ def no_mask(noted: Recorded, problem: Problem) -> Recorded:
 
 def grown_to_capacity(noted: Recorded, problem: Problem) -> Recorded:
     """Caches, scores, weights and masks of all slots of the capacity: slots without a token are 0, or hidden."""
-    found, capacity = {}, problem.case.capacity
+    stages, capacity = {}, problem.case.capacity
     for name, value in noted.items():
         stage = stage_named(name)
         axes = STAGES.get(stage.quantity, ())
@@ -59,8 +59,8 @@ def grown_to_capacity(noted: Recorded, problem: Problem) -> Recorded:
             widths = [(0, capacity - value.shape[i] if letter == "S" else 0) for i, letter in enumerate(axes)]
             value = np.pad(value, widths, constant_values=stage.quantity == "mask")
             # The scores of empty slots, whose keys are 0, are 0.
-        found[name] = value
-    return found
+        stages[name] = value
+    return stages
 
 
 def output(noted: Recorded, problem: Problem) -> Recorded:
@@ -88,8 +88,8 @@ def gradients(noted: Recorded, problem: Problem) -> Recorded:
 
 def gradients_alone(noted: Recorded, problem: Problem) -> Recorded:
     """The gradients of weights and inputs, which people compare first."""
-    found = gradients(noted, problem)
-    return {name: x for name, x in found.items() if stage_named(name).is_gradient and name not in BETWEEN}
+    recorded = gradients(noted, problem)
+    return {name: x for name, x in recorded.items() if stage_named(name).is_gradient and name not in BETWEEN}
 
 
 def gradients_between(noted: Recorded, problem: Problem) -> Recorded:
@@ -99,27 +99,27 @@ def gradients_between(noted: Recorded, problem: Problem) -> Recorded:
 
 def growing(noted: Recorded, problem: Problem) -> Recorded:
     """A cache as long as the tokens so far, and scores, weights and masks of as many keys."""
-    found, seen = plain(noted, problem), np.cumsum(problem.case.chunks)
-    for name, value in found.items():
+    stages, filled = plain(noted, problem), np.cumsum(problem.case.chunks)
+    for name, value in stages.items():
         stage = stage_named(name)
         axes = STAGES.get(stage.quantity, ())
         if "S" in axes and stage.quantity not in ("k", "v"):
-            found[name] = np.take(value, range(int(seen[stage.step or 0])), axis=axes.index("S"))
-    return found
+            stages[name] = np.take(value, range(int(filled[stage.step or 0])), axis=axes.index("S"))
+    return stages
 
 
 def dirty_slots(noted: Recorded, problem: Problem) -> Recorded:
     """A cache that was not emptied: slots that hold nothing yet are not 0, nor are their scores; they are hidden."""
-    found, seen = plain(noted, problem), np.cumsum(problem.case.chunks)
+    stages, filled = plain(noted, problem), np.cumsum(problem.case.chunks)
     rng = np.random.default_rng(0)
-    for name, value in found.items():
+    for name, value in stages.items():
         stage = stage_named(name)
         if stage.quantity in ("cache.keys", "cache.values", "scores"):
             axis = 3 if stage.quantity == "scores" else 2
             junk = rng.standard_normal(value.shape).astype(value.dtype)
             slots = np.arange(value.shape[axis]).reshape([-1 if i == axis else 1 for i in range(4)])
-            found[name] = np.where(slots < seen[stage.step or 0], value, junk)
-    return found
+            stages[name] = np.where(slots < filled[stage.step or 0], value, junk)
+    return stages
 
 
 def recorded_as(**others: str) -> Recording:
@@ -142,8 +142,8 @@ def changed(names: tuple[str, ...], change: Callable[[np.ndarray], np.ndarray]) 
     """Stages in a different form."""
 
     def record(noted: Recorded, problem: Problem) -> Recorded:
-        found = plain(noted, problem)
-        return {name: change(value) if stage_named(name).quantity in names else value for name, value in found.items()}
+        stages = plain(noted, problem)
+        return {name: change(value) if stage_named(name).quantity in names else value for name, value in stages.items()}
 
     return record
 
@@ -160,11 +160,11 @@ def flat(x: np.ndarray) -> np.ndarray:
 
 def zeroed_padding(noted: Recorded, problem: Problem) -> Recorded:
     """Outputs of padding set to 0, as many models do after the layer."""
-    found, lengths = plain(noted, problem), problem.case.key_padding_lengths
+    stages, lengths = plain(noted, problem), problem.case.key_padding_lengths
     if lengths is not None and problem.case.seq_len_k is None:
         is_real = np.arange(problem.case.seq_len) < np.array(lengths)[:, None]
-        found["output"] = np.where(is_real[:, :, None], found["output"], np.zeros_like(found["output"]))
-    return found
+        stages["output"] = np.where(is_real[:, :, None], stages["output"], np.zeros_like(stages["output"]))
+    return stages
 
 
 def batch_second(noted: Recorded, problem: Problem) -> Recorded:

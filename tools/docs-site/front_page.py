@@ -45,12 +45,12 @@ THEMES = {
 
 def session() -> list[str]:
     """The lines of the first session on the page: a command and its output."""
-    found = re.search(
+    match = re.search(
         r"^```\n(\$ mha-parity diagnose .*?)^```$", PAGE.read_text("utf-8"), re.M | re.S
     )
-    if found is None:
+    if match is None:
         raise ValueError(f"{PAGE} must have a session of mha-parity diagnose")
-    return found[1].splitlines()
+    return match[1].splitlines()
 
 
 def folded(line: str) -> list[str]:

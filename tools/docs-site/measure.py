@@ -28,26 +28,26 @@ PACKAGES = {
 }
 
 
-def of_conformance(found: dict) -> dict:
+def of_conformance(report: dict) -> dict:
     """The words and the status of each answer."""
-    subjects = [each for each in found["subjects"] if not each["missing"]]
+    subjects = [subject for subject in report["subjects"] if not subject["missing"]]
     return {
         "subjects": [
             {
-                "name": each["name"],
+                "name": subject["name"],
                 "answers": {
-                    one["question"]: [one["status"], one["words"]] for one in each["answers"]
+                    one["question"]: [one["status"], one["words"]] for one in subject["answers"]
                 },
             }
-            for each in subjects
+            for subject in subjects
         ]
     }
 
 
-def of_selftest(found: dict) -> dict:
+def of_selftest(report: dict) -> dict:
     """How often each bug was injected, detected and identified; the name without a bug is empty."""
     bugs = {}
-    for outcome in found["outcomes"]:
+    for outcome in report["outcomes"]:
         counts = bugs.setdefault(outcome["bug"], [0, 0, 0])
         for i, holds in enumerate((True, outcome["is_caught"], outcome["is_named"])):
             counts[i] += holds
@@ -60,22 +60,31 @@ def of_diagnosis_rates(verdicts: list) -> dict:
 
     halves = {}
     for half in ("known", "held-out"):
-        rights = [each for each in verdicts if each["half"] == half and each["is_right"]]
-        counts = {"rights": len(rights), "false_alarms": sum(not is_clean(each) for each in rights)}
+        rights = [
+            verdict for verdict in verdicts if verdict["half"] == half and verdict["is_right"]
+        ]
+        counts = {
+            "rights": len(rights),
+            "false_alarms": sum(not is_clean(verdict) for verdict in rights),
+        }
         for prefix, output_only in (("", False), ("output_", True)):
-            bugs = [each for each in verdicts if each["half"] == half and not each["is_right"]]
-            bugs = [each for each in bugs if each["output_only"] == output_only]
-            bugs = [each for each in bugs if each["in_output"] or not output_only]
-            names_graded = [grade_of(each) for each in bugs]
+            bugs = [
+                verdict
+                for verdict in verdicts
+                if verdict["half"] == half and not verdict["is_right"]
+            ]
+            bugs = [verdict for verdict in bugs if verdict["output_only"] == output_only]
+            bugs = [verdict for verdict in bugs if verdict["in_output"] or not output_only]
+            names_graded = [grade_of(verdict) for verdict in bugs]
             counts |= {
                 f"{prefix}bugs": len(bugs),
                 f"{prefix}caught": sum(map(is_caught, bugs)),
-                f"{prefix}named": sum(bool(each["names"]) for each in bugs),
+                f"{prefix}named": sum(bool(verdict["names"]) for verdict in bugs),
                 f"{prefix}graded": [names_graded.count(name) for name in GRADES[:3]],
                 f"{prefix}located": sum(map(is_located, bugs)),
             }
             if not output_only:
-                counts["first"] = sum(each.get("first") == each["stage"] for each in bugs)
+                counts["first"] = sum(verdict.get("first") == verdict["stage"] for verdict in bugs)
         halves[half] = counts
     return {"halves": halves}
 
@@ -96,25 +105,25 @@ def main() -> None:
     parser.add_argument(
         "--from", dest="results", type=Path, metavar="FILE", help="results of the command"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        results = given.results or Path(folder) / "results.json"
-        if given.results is None:
+        results = options.results or Path(folder) / "results.json"
+        if options.results is None:
             words = (
-                COMMANDS[given.name].replace("mha-parity", f"{sys.executable} -m parity").split()
+                COMMANDS[options.name].replace("mha-parity", f"{sys.executable} -m parity").split()
             )
             words = [sys.executable, *words] if words[0].startswith("tools/") else words
             status = subprocess.run([*words, "--json", str(results)], cwd=ROOT).returncode
             if not results.exists():
                 sys.exit(status or 1)
-        found = json.loads(results.read_text("utf-8"))
-    packages = {name: metadata.version(name).partition("+")[0] for name in PACKAGES[given.name]}
+        report = json.loads(results.read_text("utf-8"))
+    packages = {name: metadata.version(name).partition("+")[0] for name in PACKAGES[options.name]}
     summary = {
-        "command": COMMANDS[given.name],
+        "command": COMMANDS[options.name],
         "packages": packages,
-        **SUMMARIES[given.name](found),
+        **SUMMARIES[options.name](report),
     }
-    path = ROOT / "docs" / "data" / f"{given.name}.json"
+    path = ROOT / "docs" / "data" / f"{options.name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", "utf-8")
     print(path.relative_to(ROOT))

@@ -45,10 +45,10 @@ def measured(name: str) -> dict:
     return json.loads((DATA / f"{name}.json").read_text("utf-8"))
 
 
-def source(found: dict) -> str:
+def source(measurement: dict) -> str:
     """The command and the packages of results."""
-    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
-    return f"Measured by `{found['command']}`{f' with {packages}' * bool(packages)}."
+    packages = ", ".join(f"{name} {version}" for name, version in measurement["packages"].items())
+    return f"Measured by `{measurement['command']}`{f' with {packages}' * bool(packages)}."
 
 
 # ---- Conformance ---------------------------------------------------------------------------------
@@ -65,28 +65,30 @@ def conventions() -> str:
     """
     from parity.explain.conformance.questions import QUESTIONS
 
-    found = measured("conformance")
-    others = [each for each in found["subjects"] if not each["name"].startswith("mha_")]
-    ours = [each for each in found["subjects"] if each["name"].startswith("mha_")]
-    names = [each["name"] for each in others] + [OURS]
+    measurement = measured("conformance")
+    others = [
+        subject for subject in measurement["subjects"] if not subject["name"].startswith("mha_")
+    ]
+    ours = [subject for subject in measurement["subjects"] if subject["name"].startswith("mha_")]
+    names = [subject["name"] for subject in others] + [OURS]
     head = "".join(
         f'<th scope="col"><code>{html.escape(name).replace(".", ".<wbr>")}</code></th>'
         for name in names
     )
     rows = []
     for name, question in QUESTIONS.items():
-        answers = [each["answers"][name] for each in others] + [shared_answer(ours, name)]
+        answers = [subject["answers"][name] for subject in others] + [shared_answer(ours, name)]
         cells = "".join(cell(*answer) for answer in answers)
         rows.append(
             f'<tr><th scope="row" title="{html.escape(question.asks)}">{name}</th>{cells}</tr>'
         )
-    checks = table(("check", "question"), ((name, each.asks) for name, each in QUESTIONS.items()))
+    checks = table(("check", "question"), ((name, check.asks) for name, check in QUESTIONS.items()))
     body = "\n".join(rows)
     return (
         f'<div class="table-wrapper conventions" tabindex="0" role="region" '
         f'aria-label="Conventions">\n<table>\n'
         f"<thead><tr><th>check</th>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>\n\n"
-        f"{source(found)}\n\n{checks}\n"
+        f"{source(measurement)}\n\n{checks}\n"
     )
 
 
@@ -101,20 +103,22 @@ def shared_answer(subjects: list[dict], question: str) -> tuple[str, str]:
     """The answer of most subjects that support it, and each other one with the classes that answer
     so.
     """
-    given = [(each["name"].partition(".")[2], *each["answers"][question]) for each in subjects]
-    asked = [each for each in given if each[1] != "absent"] or given
-    (usual, _), *rest = Counter(words for _, _, words in asked).most_common()
+    answers = [
+        (subject["name"].partition(".")[2], *subject["answers"][question]) for subject in subjects
+    ]
+    supported = [answer for answer in answers if answer[1] != "absent"] or answers
+    (usual, _), *rest = Counter(words for _, _, words in supported).most_common()
     texts = [usual]
     for words, _ in rest:
-        classes = dict.fromkeys(name for name, _, other in asked if other == words)
+        classes = dict.fromkeys(name for name, _, other in supported if other == words)
         texts.append(f"{', '.join(classes)}: {words}")
     worst = next(
         (
             status
             for status in ("broken", "differs", "note")
-            if status in {each[1] for each in asked}
+            if status in {answer[1] for answer in supported}
         ),
-        asked[0][1],
+        supported[0][1],
     )
     return worst, "; ".join(texts)
 
@@ -146,19 +150,19 @@ def terminal() -> str:
 
 def known_by_page() -> dict[str, set[str]]:
     """The names of the known bugs of a layer, by their page."""
-    found: dict[str, set[str]] = {}
+    bugs_of_page: dict[str, set[str]] = {}
     for bugs in (PRECISIONS.values(), FIDELITIES.values(), *map(bugs_for, SELFTEST_CASES)):
         for bug in bugs:
-            found.setdefault(bug.page, set()).add(bug.name)
-    return found
+            bugs_of_page.setdefault(bug.page, set()).add(bug.name)
+    return bugs_of_page
 
 
 def injected_bugs() -> str:
     """The bugs that the self-test injects, a row for each class, and how often they were detected
     and identified.
     """
-    found = measured("selftest")
-    counts = found["bugs"]
+    measurement = measured("selftest")
+    counts = measurement["bugs"]
     rows = [("(no bug injected)", "", "", *counts[""])]
     for page, names in sorted(known_by_page().items()):
         for name in sorted(names & {*INJECTIONS}):
@@ -172,7 +176,7 @@ def injected_bugs() -> str:
         )
     )
     heads = ("class", "known bugs", "injected bug", "runs", "detected", "identified")
-    return f"{source(found)}\n\n{table(heads, rows)}\n"
+    return f"{source(measurement)}\n\n{table(heads, rows)}\n"
 
 
 RATES = {
@@ -195,12 +199,12 @@ RATES = {
 
 def diagnosis_rates() -> str:
     """The rates on independent code, a column for each half."""
-    found = measured("diagnosis-rates")
-    halves = found["halves"]
+    measurement = measured("diagnosis-rates")
+    halves = measurement["halves"]
     rows = [
         (words, *(rate(halves[half], name) for half in halves)) for words, name in RATES.items()
     ]
-    return f"{source(found)}\n\n{table(('', *(f'`{half}`' for half in halves)), rows)}\n"
+    return f"{source(measurement)}\n\n{table(('', *(f'`{half}`' for half in halves)), rows)}\n"
 
 
 def rate(half: dict, name: str) -> str:
@@ -230,7 +234,10 @@ def wrong_answers() -> str:
             heading = f"{number}. {exercise.title}"
             anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
             texts.append(f"**[{heading}]({notebook}.md#{anchor})**\n")
-            rows = [(shown_answer(each), shown_message(each)) for each in exercise.wrong_answers]
+            rows = [
+                (shown_answer(wrong_answer), shown_message(wrong_answer))
+                for wrong_answer in exercise.wrong_answers
+            ]
             answers = table(("wrong answer", "what the check says"), rows)
             texts.append(f"```{{table}}\n:class: wrong-answers\n{answers}\n```\n")
     return "\n".join(texts)

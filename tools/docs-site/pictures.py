@@ -64,7 +64,7 @@ def errors_of_bugs(name: str) -> list[tuple[float, float]]:
     reference = Reference(problem)
     expected = reference.expected(local=False)["output"]
     same = reference.same_precision(local=False)["output"]
-    found = []
+    points = []
     for bug in bugs_for(problem.case):
         exact = edited_layer(problem, "float64", [bug]).forward()["output"]
         if (
@@ -75,15 +75,15 @@ def errors_of_bugs(name: str) -> list[tuple[float, float]]:
             comparison = compare(
                 actual, expected, same, Label(name, "reference", "float32", "output")
             )
-            found.append((comparison.budget, comparison.error))
-    return found
+            points.append((comparison.budget, comparison.error))
+    return points
 
 
 def of_torch(name: str) -> tuple[float, float]:
     """Tolerance and error of the output of mha_torch."""
     report = parity.run_cases([parity.CASES[name]], ["torch"])
-    (found,) = (each for each in report.comparisons if each.stage == "output")
-    return found.budget, found.error
+    (of_output,) = (comparison for comparison in report.comparisons if comparison.stage == "output")
+    return of_output.budget, of_output.error
 
 
 def error_and_budget() -> NotebookFigure:
@@ -124,7 +124,7 @@ STAGES = ("mask", "q", "k", "v", "scores", "attn_weights", "context", "output")
 def searched_layer(bug: str) -> tuple[Problem, dict[str, np.ndarray]]:
     """A layer with shared heads, and its stages with a bug, in float32."""
     problem = parity.make_problem("gqa-causal", "float32")
-    (injected,) = (each for each in bugs_for(problem.case) if each.name == bug)
+    (injected,) = (candidate for candidate in bugs_for(problem.case) if candidate.name == bug)
     values = edited_layer(problem, "float32", [injected]).forward()
     return problem, {name: values[name] for name in STAGES}
 
@@ -149,18 +149,18 @@ def funnel_counts(bug: str) -> tuple[dict[str, int], str]:
         "explain them up to rounding": len(fitting),
         "spoil no correct stage": len(left),
     }
-    return counts, ", ".join(each.name for each in left)
+    return counts, ", ".join(bug.name for bug in left)
 
 
 def funnel() -> NotebookFigure:
     """A search for a missing scale, rule by rule."""
-    counts, found = funnel_counts("scale-missing")
+    counts, name = funnel_counts("scale-missing")
     figure = NotebookFigure(figsize=(7, 2.4), layout="constrained")
     axes = figure.add_subplot()
     colors = [*[GRAY] * (len(counts) - 1), RIGHT]
     axes.barh([*counts], [*counts.values()], color=colors)
     for row, count in enumerate(counts.values()):
-        words = f"{count}: {found}" if row == len(counts) - 1 else str(count)
+        words = f"{count}: {name}" if row == len(counts) - 1 else str(count)
         axes.annotate(words, (count + 3, row), va="center")
     axes.invert_yaxis()
     axes.set(xlim=(0, max(counts.values()) * 1.1), xticks=[])
@@ -247,10 +247,12 @@ def held_heads(
         weights[name] *= np.arange(weights[name].shape[0], dtype=np.float32)[
             :, None
         ]  # each row is its head's number
-    held = [shard(weights, spec, ShardPlan(tensor=num_ranks), rank)[0] for rank in range(num_ranks)]
+    shares = [
+        shard(weights, spec, ShardPlan(tensor=num_ranks), rank)[0] for rank in range(num_ranks)
+    ]
     return [
-        ({*each["q_proj.weight"][:, 0].astype(int)}, {*each["k_proj.weight"][:, 0].astype(int)})
-        for each in held
+        ({*share["q_proj.weight"][:, 0].astype(int)}, {*share["k_proj.weight"][:, 0].astype(int)})
+        for share in shares
     ]
 
 
@@ -305,7 +307,7 @@ def simulated_blackhole() -> NotebookFigure:
     axes.axvline(1, color=GRAY)
     scatter = np.random.default_rng(0).uniform(-0.25, 0.25, (2, len(cases)))
     for row, (dtype, offsets) in enumerate(zip(("bfloat16", "float32"), scatter, strict=True)):
-        shares = {name: each[dtype] for name, each in cases.items() if dtype in each}
+        shares = {name: by_dtype[dtype] for name, by_dtype in cases.items() if dtype in by_dtype}
         shares_drawn = np.array(
             [NOT_FINITE if share is None else share for share in shares.values()]
         )

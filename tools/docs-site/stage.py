@@ -53,11 +53,11 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".json": "json", "
 
 def pages() -> dict[Path, str]:
     """Every page that is copied, and its name in the site."""
-    found = {path: str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
-    found |= {path: f"bugs/{path.stem}" for path in (ROOT / "parity" / "bugs").glob("*.md")}
-    found[ROOT / "parity" / "bugs" / "README.md"] = "bugs/index"
-    found |= {ROOT / path: name for path, name in ELSEWHERE.items()}
-    return found | {ROOT / path: name for path, name in REPLACED.items()}
+    names = {path: str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
+    names |= {path: f"bugs/{path.stem}" for path in (ROOT / "parity" / "bugs").glob("*.md")}
+    names[ROOT / "parity" / "bugs" / "README.md"] = "bugs/index"
+    names |= {ROOT / path: name for path, name in ELSEWHERE.items()}
+    return names | {ROOT / path: name for path, name in REPLACED.items()}
 
 
 class Site:
@@ -117,13 +117,13 @@ class Site:
             self.write(name, f"{head}`````{language}\n{path.read_text('utf-8').rstrip()}\n`````\n")
             return
         files = sorted(
-            each for each in path.iterdir() if each.suffix in {".py", ".txt", ".md", ".json"}
+            file for file in path.iterdir() if file.suffix in {".py", ".txt", ".md", ".json"}
         )
-        for each in files:
-            self.view(each)
+        for file in files:
+            self.view(file)
         links = [
-            f"- [{each.name}]({os.path.relpath(view_of(each), Path(name).parent)}.md)"
-            for each in files
+            f"- [{file.name}]({os.path.relpath(view_of(file), Path(name).parent)}.md)"
+            for file in files
         ]
         self.write(name, head + "\n".join(links) + "\n")
 
@@ -185,8 +185,8 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
     from parts import parts
     from pictures import pictures
 
-    for each in (folder, folder.with_name("jupyter")):
-        shutil.rmtree(each, ignore_errors=True)
+    for target in (folder, folder.with_name("jupyter")):
+        shutil.rmtree(target, ignore_errors=True)
     site = Site(folder)
     for source in site.names:
         if str(source.relative_to(ROOT)) not in REPLACED:

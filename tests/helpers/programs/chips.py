@@ -70,11 +70,14 @@ def comparisons_of(plan, names, dtype="float32"):
     """
     report = run_on_mesh([CASES[name] for name in names], ["tt"], plan, [dtype])
     failed = {
-        f"{each.case} {each.dtype} {each.stage}": each.reason
-        for each in report.comparisons
-        if not each.passed
+        f"{comparison.case} {comparison.dtype} {comparison.stage}": comparison.reason
+        for comparison in report.comparisons
+        if not comparison.passed
     }
-    sent = [(each.case, each.program, each.counted, each.ideal) for each in report.collectives]
+    sent = [
+        (collective.case, collective.program, collective.counted, collective.ideal)
+        for collective in report.collectives
+    ]
     return len(report.comparisons), failed, sent
 
 
@@ -114,15 +117,15 @@ CONTROLS = {
 
 def controls(plan):
     """Return the failed stages with each bug, and the results with a redundant sum."""
-    found = {}
+    failures = {}
     for title, bugs in CONTROLS.items():
         with ExitStack() as stack:
             for where, what, wrong in bugs:
                 stack.enter_context(mock.patch.object(where, what, wrong))
-            found[title] = comparisons_of(plan, ["gqa-causal"])[1]
+            failures[title] = comparisons_of(plan, ["gqa-causal"])[1]
     with mock.patch.object(local, "all_reduce", twice):
-        found["a sum too many"] = comparisons_of(plan, ["gqa-causal"])
-    return found
+        failures["a sum too many"] = comparisons_of(plan, ["gqa-causal"])
+    return failures
 
 
 # ---- Behavior of ttnn on a mesh ------------------------------------------------------------------
@@ -133,14 +136,14 @@ def as_ttnn_says(mesh):
     chip.
     """
     shape, count = tuple(mesh.shape), mesh.get_num_devices()
-    each = torch.arange(count * 64.0 * 256).reshape(count, 1, 64, 256)
+    values = torch.arange(count * 64.0 * 256).reshape(count, 1, 64, 256)
     options = {"dtype": ttnn.float32, "layout": ttnn.TILE_LAYOUT, "device": mesh}
-    x = ttnn.from_torch(each, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0), **options)
+    x = ttnn.from_torch(values, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0), **options)
     composer = ttnn.ConcatMeshToTensor(mesh, dim=0)
-    found = {
-        "a part each": np.array_equal(np.concatenate(mha_tt.download_parts(x)), each),
-        "put together": bool((ttnn.to_torch(x, mesh_composer=composer) == each).all()),
-        "one of them": bool((ttnn.to_torch(ttnn.get_device_tensors(x)[1]) == each[1]).all()),
+    matches = {
+        "a part each": np.array_equal(np.concatenate(mha_tt.download_parts(x)), values),
+        "put together": bool((ttnn.to_torch(x, mesh_composer=composer) == values).all()),
+        "one of them": bool((ttnn.to_torch(ttnn.get_device_tensors(x)[1]) == values[1]).all()),
     }
     for name in ("all_reduce", "all_gather", "reduce_scatter", "mesh_partition"):
         is_divided, dims = (
@@ -154,7 +157,7 @@ def as_ttnn_says(mesh):
                 "_ttnn_golden_mesh_shape": shape,
                 "_ttnn_golden_mesh_shard_dims": (None, 0) if axis == 0 else (0, None),
             }
-            expected = golden([part[None] for part in each], *dims, cluster_axis=axis, **of_mesh)
+            expected = golden([part[None] for part in values], *dims, cluster_axis=axis, **of_mesh)
             lines = [[parts[chip] for chip in line] for line in local.lines_of(shape, axis)]
             whole = np.concatenate(
                 [np.concatenate(line, 3) if is_divided else line[0] for line in lines]
@@ -162,11 +165,11 @@ def as_ttnn_says(mesh):
             are_alike = is_divided or all(
                 np.array_equal(line[0], part) for line in lines for part in line
             )
-            found[f"{name} along {axis}"] = are_alike and np.array_equal(whole, expected)
-    return found
+            matches[f"{name} along {axis}"] = are_alike and np.array_equal(whole, expected)
+    return matches
 
 
-def told(call):
+def error_of(call):
     """Return the error of a call, or an empty string if it raises none."""
     try:
         call()
@@ -196,7 +199,7 @@ def by_rows(mesh):
     return [
         min(error(part) for part in mha_tt.download_parts(product)),
         error(mha_tt.download(ttnn.all_reduce(product))),
-        told(lambda: mha_tt.download(product)),
+        error_of(lambda: mha_tt.download(product)),
     ]
 
 
@@ -205,15 +208,15 @@ def rejected(mesh):
     values.
     """
 
-    def said_by(spec=None, heads=1, on=mesh, twice=False, layer=None):
+    def error_of_division(spec=None, heads=1, on=mesh, twice=False, layer=None):
         spec = AttentionSpec(64, 8) if spec is None else spec
         layer = mha_tt.MultiHeadAttention(spec, device=mesh) if layer is None else layer
         before = (layer.weights, layer.spec, layer.heads_axis)
         if twice:
             parallel.shard(layer, on, heads=heads)
-        said = told(lambda: parallel.shard(layer, on, heads=heads))
+        error = error_of(lambda: parallel.shard(layer, on, heads=heads))
         return (
-            said
+            error
             if twice or before == (layer.weights, layer.spec, layer.heads_axis)
             else "it was changed"
         )
@@ -231,17 +234,17 @@ def rejected(mesh):
 
     x = mha_tt.upload(np.ones((1, 5, 64)), device=mesh)
     return {
-        "uneven": said_by(AttentionSpec(64, 9, head_dim=8)),
-        "norm over the width": said_by(AttentionSpec(64, 8, qk_norm=Norm(over="width"))),
-        "alibi": said_by(AttentionSpec(64, 8, alibi=Alibi())),
-        "shared_kv": said_by(AttentionSpec(64, 8, shared_kv=True)),
-        "no such dimension": said_by(heads=2),
-        "a name": said_by(heads="tensor"),
-        "twice": said_by(twice=True),
-        "no layer": told(lambda: parallel.shard(object(), mesh, heads=1)),
-        "training with dropout": told(in_training),
-        "bias of all heads": told(with_bias_of_all_heads),
-        "broadcast": told(lambda: ttnn.all_broadcast(x)),
+        "uneven": error_of_division(AttentionSpec(64, 9, head_dim=8)),
+        "norm over the width": error_of_division(AttentionSpec(64, 8, qk_norm=Norm(over="width"))),
+        "alibi": error_of_division(AttentionSpec(64, 8, alibi=Alibi())),
+        "shared_kv": error_of_division(AttentionSpec(64, 8, shared_kv=True)),
+        "no such dimension": error_of_division(heads=2),
+        "a name": error_of_division(heads="tensor"),
+        "twice": error_of_division(twice=True),
+        "no layer": error_of(lambda: parallel.shard(object(), mesh, heads=1)),
+        "training with dropout": error_of(in_training),
+        "bias of all heads": error_of(with_bias_of_all_heads),
+        "broadcast": error_of(lambda: ttnn.all_broadcast(x)),
     }
 
 
@@ -257,15 +260,15 @@ def carried(mesh):
     other = mha_tt.MultiHeadSelfAttention(spec, device=mesh, dtype=ttnn.float32)
     again = backend.weights_of(backend.load_into(parallel.shard(other, mesh, heads=1), out))
     return [
-        all(np.array_equal(held[name], weight) for name, weight in weights.items())
-        for held in (out, again)
+        all(np.array_equal(tensors[name], weight) for name, weight in weights.items())
+        for tensors in (out, again)
     ]
 
 
 if __name__ == "__main__":
     board = sys.argv[1]
     ttnn_mock.use(board)
-    found = {"compared": {}}
+    results = {"compared": {}}
     for (shape, axis), names_of in COMPARED[board].items():
         with mha_tt.open_mesh(shape) as mesh, ttnn_mock.shadow():
             with on(mesh, axis) as plan:
@@ -273,15 +276,15 @@ if __name__ == "__main__":
                     f"{shape} {axis} {dtype}": comparisons_of(plan, names, dtype)
                     for dtype, names in names_of.items()
                 }
-                found["compared"] |= of_mesh
+                results["compared"] |= of_mesh
                 if board == "n300":
-                    found["controls"] = controls(plan)
+                    results["controls"] = controls(plan)
             if axis == 1:
-                found[f"{shape} as ttnn says"] = as_ttnn_says(mesh)
+                results[f"{shape} as ttnn says"] = as_ttnn_says(mesh)
             if board == "n300":
-                found |= {
+                results |= {
                     "by rows": by_rows(mesh),
                     "rejected": rejected(mesh),
                     "carried": carried(mesh),
                 }
-    print(json.dumps(found))
+    print(json.dumps(results))

@@ -127,14 +127,15 @@ def trained(layer, here=None, dtype=torch.float32, **options):
         cotangent = here.of_heads(cotangent, -1)
     (output * cotangent).sum().backward()
     output = output.detach().clone()  # waits for pending communication
-    found = {
+    results = {
         "output": output if spec.out_proj else here.whole(output, -1),
         "grad_x": x.grad.clone(),
     }
     if attn_weights is not None:
-        found["attn_weights"] = here.whole(attn_weights.detach(), 1)
-    return found | {
-        f"grad_{name}": here.whole(held.grad, 0) for name, held in layer.named_parameters()
+        results["attn_weights"] = here.whole(attn_weights.detach(), 1)
+    return results | {
+        f"grad_{name}": here.whole(parameter.grad, 0)
+        for name, parameter in layer.named_parameters()
     }
 
 
@@ -143,17 +144,17 @@ def decoded(layer, here=None, dtype=torch.float32, cache=None):
     """Return the outputs of a ragged prompt and a few steps, and the shapes of the process's
     cache.
     """
-    here, spec, found = here or Here(), layer.full_spec, {}
+    here, spec, results = here or Here(), layer.full_spec, {}
     x = random(BATCH, SEQ_LEN + STEPS, spec.d_in, dtype=dtype)
     cache = layer.init_cache(BATCH, CAPACITY) if cache is None else cache
-    found["prompt"], cache = layer(x[:, :SEQ_LEN], cache, new_lengths=LENGTHS)
+    results["prompt"], cache = layer(x[:, :SEQ_LEN], cache, new_lengths=LENGTHS)
     for step in range(STEPS):
-        found[f"step_{step}"], cache = layer(x[:, SEQ_LEN + step, None], cache)
-    found = {
+        results[f"step_{step}"], cache = layer(x[:, SEQ_LEN + step, None], cache)
+    results = {
         name: output.clone() if spec.out_proj else here.whole(output, -1)
-        for name, output in found.items()
+        for name, output in results.items()
     }
-    return found, {name: tuple(x.shape) for name, x in cache.slots.items()}
+    return results, {name: tuple(x.shape) for name, x in cache.slots.items()}
 
 
 def cached_kind(spec):
@@ -166,8 +167,8 @@ def cached_kind(spec):
 
 def usual_plan(spec, **options):
     """Return the plan of common tutorials, without parts that belong to heads."""
-    found = {name: ColwiseParallel(**options) for name in ("q_proj", "k_proj", "v_proj")}
-    return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
+    plan = {name: ColwiseParallel(**options) for name in ("q_proj", "k_proj", "v_proj")}
+    return plan | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
 
 
 # ---- Results -------------------------------------------------------------------------------------
@@ -175,23 +176,23 @@ def usual_plan(spec, **options):
 
 def by_shard(here):
     """Return the results of layers whose heads are divided by `parallel.shard`."""
-    found = {}
+    results = {}
     for name in DIVIDED[here.size]:
         spec = SPECS[name]
         layer = parallel.shard(make(mha_torch.MultiHeadAttention, spec), here.mesh, heads="heads")
-        found[name] = (
+        results[name] = (
             trained(layer, here),
             {name: tuple(x.to_local().shape) for name, x in layer.named_parameters()},
         )
         layer = parallel.shard(make(cached_kind(spec), spec), here.mesh, heads="heads")
-        found[f"{name}/decoded"] = decoded(layer, here)
+        results[f"{name}/decoded"] = decoded(layer, here)
     layer = parallel.shard(make(mha_torch.MultiHeadAttention, EVERYTHING), here.mesh, heads="heads")
-    return found | {"with weights": trained(layer, here, need_weights=True)}
+    return results | {"with weights": trained(layer, here, need_weights=True)}
 
 
 def moved(here):
     """Return the number of calls of each collective, forward and backward."""
-    found = {}
+    counts = {}
 
     def counts_of(mode):
         return {
@@ -205,7 +206,7 @@ def moved(here):
         with CommDebugMode() as backward:
             output.sum().backward()
         x.grad.clone()  # waits for pending communication
-        found[name] = counts_of(forward), counts_of(backward)
+        counts[name] = counts_of(forward), counts_of(backward)
 
     for name in ("textbook", "grouped", "everything", "latent", "no-out-proj", "width"):
         counted(
@@ -235,15 +236,15 @@ def moved(here):
     cache = layer.init_cache(BATCH, CAPACITY)
     with torch.no_grad(), CommDebugMode() as mode:
         layer(random(BATCH, 1, spec.d_in), cache)[0].clone()
-    found["a step"] = counts_of(mode), {}
-    return found
+    counts["a step"] = counts_of(mode), {}
+    return counts
 
 
 GIVEN = AttentionSpec(32, 8, num_kv_heads=4)
 NORMED = replace(GIVEN, qk_norm=Norm(over="width"))
 
 
-def given(layer, distribute=lambda x: x, dtype=torch.float32):
+def with_inputs(layer, distribute=lambda x: x, dtype=torch.float32):
     """Return output and gradients of a layer with more inputs than tokens, each distributed by
     `distribute`.
     """
@@ -290,7 +291,7 @@ def padded(layer):
     x[~is_real] = torch.nan
     output = layer(x, key_padding_lengths=LENGTHS, is_causal=True)
     output[is_real].square().sum().backward()
-    grads = [held.grad for held in layer.parameters()]
+    grads = [parameter.grad for parameter in layer.parameters()]
     layer.zero_grad()
     return [output[is_real].detach().clone(), *(Here().whole(grad, 0) for grad in grads)]
 
@@ -300,30 +301,32 @@ def beside(here):
     calls.
     """
     layer = parallel.shard(make(mha_torch.MultiHeadSelfAttention, GIVEN), here.mesh, heads="heads")
-    found = {"given": given(layer, lambda x: distribute_tensor(x, here.mesh, [Replicate()]))}
+    results = {
+        "given": with_inputs(layer, lambda x: distribute_tensor(x, here.mesh, [Replicate()]))
+    }
     layer.zero_grad()
     count = 8 // here.size
     own = rows_not_finite(layer, slice(here.rank * count, (here.rank + 1) * count)).int()
-    found["not finite"] = [torch.empty_like(own) for _ in range(here.size)]
-    dist.all_gather(found["not finite"], own, group=here.mesh.get_group())
-    found["padded"] = padded(layer)
+    results["not finite"] = [torch.empty_like(own) for _ in range(here.size)]
+    dist.all_gather(results["not finite"], own, group=here.mesh.get_group())
+    results["padded"] = padded(layer)
     normed = parallel.shard(
         make(mha_torch.MultiHeadSelfAttention, NORMED), here.mesh, heads="heads"
     )
     x = random(BATCH, SEQ_LEN, 32)
-    for name, each in {"compiled": layer, "compiled norms": normed}.items():
-        found[name] = []
-        for f in (torch.compile(each, backend="eager", fullgraph=True), each):
+    for name, module in {"compiled": layer, "compiled norms": normed}.items():
+        results[name] = []
+        for f in (torch.compile(module, backend="eager", fullgraph=True), module):
             leaf = x.clone().requires_grad_()
             output = f(leaf, is_causal=True)
             output.square().sum().backward()
-            found[name] += [torch.cat([output.detach(), leaf.grad])]
+            results[name] += [torch.cat([output.detach(), leaf.grad])]
     layer = make(mha_torch.MultiHeadAttentionWithCache, GIVEN)
     whole = layer(x, layer.init_cache(BATCH, CAPACITY), new_lengths=LENGTHS)[0]
     plan = parallel.plan(layer) | {"out_proj": RowwiseParallel(use_local_output=False)}
     layer = parallelize_module(layer, here.mesh, plan)
     output, _ = layer(x, layer.init_cache(BATCH, CAPACITY), new_lengths=LENGTHS)
-    return found | {"ragged": [output.full_tensor().detach().clone(), whole.detach().clone()]}
+    return results | {"ragged": [output.full_tensor().detach().clone(), whole.detach().clone()]}
 
 
 def rejected(here):
@@ -335,7 +338,7 @@ def rejected(here):
             make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads"
         )
 
-    def said_by(spec, plan=None, **options):
+    def error_of_division(spec, plan=None, **options):
         layer = make(mha_torch.MultiHeadAttention, spec)
         if plan is None:
             return error_of(lambda: parallel.shard(layer, here.mesh, heads="heads"))
@@ -354,13 +357,13 @@ def rejected(here):
         }
 
     return {
-        "uneven": said_by(AttentionSpec(32, 9, head_dim=4)),
-        "fused_qkv": said_by(AttentionSpec(32, 8, fused_qkv=True)),
-        "shared_kv": said_by(AttentionSpec(32, 8, shared_kv=True)),
-        "shared keys with norms of their own": said_by(
+        "uneven": error_of_division(AttentionSpec(32, 9, head_dim=4)),
+        "fused_qkv": error_of_division(AttentionSpec(32, 8, fused_qkv=True)),
+        "shared_kv": error_of_division(AttentionSpec(32, 8, shared_kv=True)),
+        "shared keys with norms of their own": error_of_division(
             AttentionSpec(32, 8, num_kv_heads=1, qk_norm=Norm(per_head=True))
         ),
-        "outputs dropped": said_by(AttentionSpec(32, 8, output_dropout=0.1)),
+        "outputs dropped": error_of_division(AttentionSpec(32, 8, output_dropout=0.1)),
         "divided already": error_of(
             lambda: parallel.shard(divided("textbook"), here.mesh, heads="heads")
         ),
@@ -370,12 +373,12 @@ def rejected(here):
             )
         ),
         "no layer of ours": error_of(lambda: parallel.plan(nn.Linear(2, 2))),
-        "by hand": said_by(SPECS["grouped"], usual_plan),
-        "by hand, distributed": said_by(
+        "by hand": error_of_division(SPECS["grouped"], usual_plan),
+        "by hand, distributed": error_of_division(
             SPECS["grouped"], partial(usual_plan, use_local_output=False)
         ),
-        "by hand, some projections": said_by(SPECS["grouped"], one_left_out("q_proj")),
-        "by hand, whole output": said_by(
+        "by hand, some projections": error_of_division(SPECS["grouped"], one_left_out("q_proj")),
+        "by hand, whole output": error_of_division(
             SPECS["textbook"],
             lambda spec: {
                 name: style
@@ -383,8 +386,8 @@ def rejected(here):
                 if name != "out_proj"
             },
         ),
-        "by hand, fused_qkv": said_by(AttentionSpec(32, 8, fused_qkv=True), packed),
-        "norm over the width left out": said_by(
+        "by hand, fused_qkv": error_of_division(AttentionSpec(32, 8, fused_qkv=True), packed),
+        "norm over the width left out": error_of_division(
             SPECS["width"],
             lambda spec: {
                 name: style
@@ -392,11 +395,13 @@ def rejected(here):
                 if name != "k_norm"
             },
         ),
-        "by hand, gate": said_by(
+        "by hand, gate": error_of_division(
             AttentionSpec(32, 8, gate=Gate()),
             lambda _: {"gate_proj": ColwiseParallel(), "out_proj": RowwiseParallel()},
         ),
-        "by hand, latent": said_by(replace(LATENT, latent=Latent(12, 4), gate=None), of_latents),
+        "by hand, latent": error_of_division(
+            replace(LATENT, latent=Latent(12, 4), gate=None), of_latents
+        ),
         "its own style last": error_of(
             lambda: parallelize_module(
                 layer := make(mha_torch.MultiHeadAttention, SPECS["textbook"]),
@@ -426,7 +431,7 @@ def fully_sharded(grid, row):
     """Return the results of layers drawn from the meta device, with weights over all processes or a
     grid with heads.
     """
-    found = {}
+    results = {}
     for name, spec in FULLY_SHARDED.items():
         for is_grid in (False, True):
             if is_grid and spec.fused_qkv:
@@ -441,9 +446,11 @@ def fully_sharded(grid, row):
             layer.to_empty(device="cpu")
             torch.manual_seed(SEED + dist.get_rank())  # all processes use the draw of the first one
             layer.reset_parameters()
-            drawn = {name: held.full_tensor().clone() for name, held in layer.state_dict().items()}
-            found[f"{name}/grid" if is_grid else name] = drawn, trained(layer, here)
-    return found
+            drawn = {
+                name: weight.full_tensor().clone() for name, weight in layer.state_dict().items()
+            }
+            results[f"{name}/grid" if is_grid else name] = drawn, trained(layer, here)
+    return results
 
 
 def narrowed(row):
@@ -465,7 +472,7 @@ def carried(here):
     other = parallel.shard(mha_torch.MultiHeadAttention(EVERYTHING), here.mesh, heads="heads")
     parity.load_into(other, weights, EVERYTHING)
     return {name: parity.to_torch(weight) for name, weight in weights.items()}, {
-        name: held.full_tensor().clone() for name, held in other.named_parameters()
+        name: parameter.full_tensor().clone() for name, parameter in other.named_parameters()
     }
 
 
@@ -479,7 +486,8 @@ def stepped(here):
     norm = nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
     optimizer.step()
     weights = {
-        name: (here or Here()).whole(held.detach(), 0) for name, held in layer.named_parameters()
+        name: (here or Here()).whole(parameter.detach(), 0)
+        for name, parameter in layer.named_parameters()
     }
     return {
         "norm": (norm.full_tensor() if here is not None else norm).reshape(1).clone(),
@@ -507,16 +515,16 @@ def run(rank, size, folder):
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
     row = init_device_mesh("cpu", (4,), mesh_dim_names=("heads",))
     of_row, two = Here(row, size, rank), grid["heads"]
-    found = {"stepped": stepped(of_row), "carried": carried(of_row)}
+    results = {"stepped": stepped(of_row), "carried": carried(of_row)}
     if rank < 2:  # the other two would compute the same
         here = Here(two, 2, rank)
-        found |= {part.__name__: part(here) for part in (moved, rejected, beside)}
-        found[2] = {"shard": by_shard(here), "ring": ringed(two)}
-    found[4] = {"shard": by_shard(of_row), "ring": ringed(row)}
-    found |= {"fully sharded": fully_sharded(grid, row), "narrowed": narrowed(row)}
-    found["tokens and heads"] = rings.with_heads(grid, make, EVERYTHING)
+        results |= {part.__name__: part(here) for part in (moved, rejected, beside)}
+        results[2] = {"shard": by_shard(here), "ring": ringed(two)}
+    results[4] = {"shard": by_shard(of_row), "ring": ringed(row)}
+    results |= {"fully sharded": fully_sharded(grid, row), "narrowed": narrowed(row)}
+    results["tokens and heads"] = rings.with_heads(grid, make, EVERYTHING)
     if rank == 0:
-        torch.save(found, f"{folder}/found.pt")
+        torch.save(results, f"{folder}/found.pt")
     dist.destroy_process_group()
 
 

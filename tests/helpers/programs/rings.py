@@ -39,17 +39,19 @@ def trained(
     **options,
 ):
     """Return the output and all gradients of whole sequences."""
-    x, cotangent = (part(each) for each in inputs(layer.full_spec, seq_len, dtype))
+    x, cotangent = (part(tensor) for tensor in inputs(layer.full_spec, seq_len, dtype))
     x.requires_grad_()
     output = layer(x, **options)
     (output * cotangent).sum().backward()
-    found = {"output": whole(output.detach()), "grad_x": whole(x.grad)}
-    for name, held in layer.named_parameters():
-        grad = held.grad.full_tensor() if isinstance(held.grad, DTensor) else held.grad
+    results = {"output": whole(output.detach()), "grad_x": whole(x.grad)}
+    for name, parameter in layer.named_parameters():
+        grad = (
+            parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        )
         if summed is not None:
             dist.all_reduce(grad, group=summed)
-        found[f"grad_{name}"] = grad.clone()
-    return found
+        results[f"grad_{name}"] = grad.clone()
+    return results
 
 
 CAUSAL = {"is_causal": True, "key_padding_lengths": [16, 9, 3]}
@@ -71,12 +73,12 @@ def calls(specs):
     """Return each call of a layer: its specification, the length of whole sequences, and the
     options.
     """
-    found = {f"{name}/causal": (spec, SEQ_LEN, CAUSAL) for name, spec in specs.items()}
+    calls_by_name = {f"{name}/causal": (spec, SEQ_LEN, CAUSAL) for name, spec in specs.items()}
     if len(specs) == 1:
-        return found
-    found |= {f"{name}/both ways": (specs[name], SEQ_LEN, {}) for name in BOTH_WAYS}
+        return calls_by_name
+    calls_by_name |= {f"{name}/both ways": (specs[name], SEQ_LEN, {}) for name in BOTH_WAYS}
     # Parts with odd lengths stay in order.
-    return found | {
+    return calls_by_name | {
         "grouped/odd": (
             specs["grouped"],
             12,
@@ -120,11 +122,11 @@ BUGS = {
 
 def mistaken(mesh, make, spec):
     """Return the results of a layer with each bug in the ring."""
-    found = {}
+    results = {}
     for name, where in BUGS.items():
         with mock.patch.object(*where):
-            found[name] = of_tokens(mesh, make, {"grouped": spec})["grouped/causal"]
-    return found
+            results[name] = of_tokens(mesh, make, {"grouped": spec})["grouped/causal"]
+    return results
 
 
 def of_tokens(mesh, make, specs):
@@ -155,7 +157,7 @@ def counted(mesh, make):
     """Return how often each process passes parts on, and how many scores it computes, by layer and
     call.
     """
-    found = {}
+    counts = {}
     for name, spec in {"textbook": AttentionSpec(32, 8), "window": WINDOW}.items():
         for kind in ("causal", "both ways"):
             layer = make(mha_torch.MultiHeadSelfAttention, spec)
@@ -167,16 +169,16 @@ def counted(mesh, make):
                 return right(*arguments)
 
             def score(part, *arguments, right=ring._scores, to=scores):
-                found = right(part, *arguments)
-                to.append(found.shape[2] * found.shape[3])
-                return found
+                scores = right(part, *arguments)
+                to.append(scores.shape[2] * scores.shape[3])
+                return scores
 
             with mock.patch.multiple(ring, _send_next=pass_on, _scores=score), torch.no_grad():
                 layer(torch.zeros(1, SEQ_LEN // mesh.size(), 32), is_causal=kind == "causal")
             every = [torch.zeros(2, dtype=torch.int64) for _ in range(mesh.size())]
             dist.all_gather(every, torch.tensor([len(passed), sum(scores)]), group=mesh.get_group())
-            found[f"{name}/{kind}"] = [each.tolist() for each in every]
-    return found
+            counts[f"{name}/{kind}"] = [pair.tolist() for pair in every]
+    return counts
 
 
 def with_heads(grid, make, spec):
@@ -205,7 +207,7 @@ def not_finite(mesh, make):
     x[1, 12] = torch.nan  # padding
     own = x.chunk(size, 1)[rank].clone().requires_grad_()
     layer(own, **CAUSAL).sum().backward()
-    are_finite = all(bool(torch.isfinite(held.grad).all()) for held in layer.parameters())
+    are_finite = all(bool(torch.isfinite(parameter.grad).all()) for parameter in layer.parameters())
     x[0, 10] = torch.nan  # visible to later tokens
     output = layer(x.chunk(size, 1)[rank].clone(), **CAUSAL)
     marks = [torch.zeros(BATCH, SEQ_LEN // size, dtype=torch.int64) for _ in range(size)]
@@ -229,7 +231,7 @@ def kernel_of_cpu():
     def go(_, arguments, named):
         q, k, v = (x.to_local() for x in arguments[:3])
         dropout, causal = (*arguments[3:5], *(0.0, False)[len(arguments[3:5]) :])
-        found = attention._templated_ring_attention(
+        results = attention._templated_ring_attention(
             arguments[0].device_mesh.get_group(),
             2,
             forward,
@@ -240,11 +242,11 @@ def kernel_of_cpu():
             dropout_p=named.get("dropout_p", dropout),
             scale=named.get("scale"),
         )
-        return wrapped(arguments[0].device_mesh, *found)
+        return wrapped(arguments[0].device_mesh, *results)
 
     def back(_, arguments, named):
         grad, q, k, v, out, logs = (x.to_local() for x in arguments[:6])
-        found = attention._templated_ring_attention_backward(
+        results = attention._templated_ring_attention_backward(
             arguments[0].device_mesh.get_group(),
             2,
             backward,
@@ -259,7 +261,7 @@ def kernel_of_cpu():
             is_causal=arguments[7],
             scale=named.get("scale"),
         )
-        return wrapped(arguments[0].device_mesh, *found)
+        return wrapped(arguments[0].device_mesh, *results)
 
     with mock.patch.object(
         attention, "custom_ops", attention.custom_ops | {forward: go, backward: back}
@@ -274,7 +276,7 @@ def by_torch(mesh, make):
     spec = AttentionSpec(32, 4, rope=Rope())
     layer = make(mha_torch.MultiHeadSelfAttention, spec)
     x, cotangent = inputs(spec, SEQ_LEN, torch.float32)
-    positions, rejected, found = torch.arange(SEQ_LEN)[None].clone(), {}, {}
+    positions, rejected, gradients = torch.arange(SEQ_LEN)[None].clone(), {}, {}
     options = {
         "positions": {"is_causal": True},
         "key_padding_lengths": {
@@ -293,16 +295,16 @@ def by_torch(mesh, make):
         own = x.detach().clone().requires_grad_()
         output = layer(own, is_causal=True, positions=positions)
         (output * cotangent).sum().backward()
-        for name, held in layer.named_parameters():
-            dist.all_reduce(held.grad, group=mesh.get_group())
-            found[f"grad_{name}"] = held.grad.clone()
-        for name, given in options.items():
+        for name, parameter in layer.named_parameters():
+            dist.all_reduce(parameter.grad, group=mesh.get_group())
+            gradients[f"grad_{name}"] = parameter.grad.clone()
+        for name, keywords in options.items():
             try:
-                layer(own, **given)
+                layer(own, **keywords)
                 rejected[name] = ""
             except ValueError as error:
                 rejected[name] = str(error)
-    return found, rejected
+    return gradients, rejected
 
 
 def error_of(call):

@@ -73,9 +73,9 @@ def comparisons_of(kind):
     """Return the number of compared stages of each case in `mha-parity mesh`, and the errors."""
     plan = MeshPlan(data=2, tensor=2, axes=kind)
     report = run_on_mesh(COMPARED[kind], ["jax"], plan, with_gradients=True)
-    wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
-    wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
-    return [Counter(each.case for each in report.comparisons), wrong]
+    wrong = [f"{failure.case} {failure.stage}: {failure.reason}" for failure in report.failed]
+    wrong += [f"{program.case} {program.program}: {program.counted}" for program in report.needless]
+    return [Counter(comparison.case for comparison in report.comparisons), wrong]
 
 
 # ---- Communication of compiled programs ----------------------------------------------------------
@@ -99,10 +99,10 @@ def collectives(function, *arguments):
     names = (
         "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
     )
-    found = re.compile(rf"= \(?(\w+)\[.* ({names})(?:-start)?\(")
-    of_entry = found.findall(text[text.index("\nENTRY ") :])
+    collective = re.compile(rf"= \(?(\w+)\[.* ({names})(?:-start)?\(")
+    of_entry = collective.findall(text[text.index("\nENTRY ") :])
     counts = Counter(f"{name} {dtype}" for dtype, name in of_entry)
-    return dict(counts) | {"in loops": len(found.findall(text)) - len(of_entry)}
+    return dict(counts) | {"in loops": len(collective.findall(text)) - len(of_entry)}
 
 
 def divided(spec, mesh, kind=mha_jax.MultiHeadSelfAttention):
@@ -121,7 +121,7 @@ def programs():
     """Return the collectives of each program, with heads over four devices or sequences over
     eight.
     """
-    found = {}
+    collectives_of = {}
     for name, spec in LAYERS.items():
         for axis, mesh in (
             ("heads", mesh_of("automatic", heads=4)),
@@ -147,9 +147,9 @@ def programs():
             if (
                 axis == "heads" or not is_first
             ):  # with sequences, the gradient also shows that the output needs nothing
-                found[f"{axis} forward {name}"] = collectives(forward, state, x, lengths)
+                collectives_of[f"{axis} forward {name}"] = collectives(forward, state, x, lengths)
             if is_first:
-                found[f"{axis} gradient {name}"] = collectives(
+                collectives_of[f"{axis} gradient {name}"] = collectives(
                     jax.grad(loss, argnums=(0, 1)), state, x, lengths
                 )
             if spec.latent is not None:
@@ -168,10 +168,10 @@ def programs():
                 return module(x, cache, new_lengths=lengths)
 
             for title, tokens in (("prompt", 16), ("step", 1)):
-                found[f"{axis} {title} {name}"] = collectives(
+                collectives_of[f"{axis} {title} {name}"] = collectives(
                     step, state, array(8, tokens, 64), cache, lengths
                 )
-    return found
+    return collectives_of
 
 
 # ---- Long generation, and division by users ------------------------------------------------------
@@ -198,14 +198,14 @@ def generated():
             step = jax.jit(
                 lambda state, x, cache, new: nnx.merge(graph, state)(x, cache, new_lengths=new)
             )
-            found, begin = {}, 0
+            outputs, begin = {}, 0
             for index, new in enumerate(lengths):
                 end = begin + (16 if index == 0 else 1)
                 output, cache = step(
                     state, shard_input(x[:, begin:end].astype(dtype)), cache, shard_input(new)
                 )
-                found[f"step{index}"], begin = np.asarray(output), end
-            return found | {"keys": np.asarray(cache.keys), "values": np.asarray(cache.values)}
+                outputs[f"step{index}"], begin = np.asarray(output), end
+            return outputs | {"keys": np.asarray(cache.keys), "values": np.asarray(cache.values)}
 
     def shard(module, cache):
         cache = parallel.shard_cache(cache, mesh, batch="data", heads="heads")
@@ -251,5 +251,5 @@ def mapped():
 
 
 if __name__ == "__main__":
-    found = {f.__name__: f() for f in (programs, generated, mapped)}
-    print(json.dumps(found | {"compared": {kind: comparisons_of(kind) for kind in KINDS}}))
+    results = {f.__name__: f() for f in (programs, generated, mapped)}
+    print(json.dumps(results | {"compared": {kind: comparisons_of(kind) for kind in KINDS}}))

@@ -62,7 +62,7 @@ def sent_by(program):
     return counts_of(collectives_in(program.as_text()))
 
 
-def told(actual, expected, same):
+def mismatch(actual, expected, same):
     """Return the error of the comparison, or None if results match."""
     try:
         parity.assert_parity(actual, expected, same_precision=same, diagnose=False)
@@ -149,13 +149,13 @@ def attended(name):
 
     def undivided(dtype):
         with jax.enable_x64(dtype == np.float64):
-            given = {
+            tensors = {
                 key: jnp.asarray(x.astype(dtype))
                 for key, x in (arrays | {"cotangent": cotangent}).items()
             }
             program = jax.jit(partial(everything, replace(SMALL_BLOCKS, few_scores=2**20)))
-            found = program({key: given[key] for key in arrays}, given["cotangent"])
-            return {key: np.asarray(x) for key, x in found.items()}
+            results = program({key: tensors[key] for key in arrays}, tensors["cotangent"])
+            return {key: np.asarray(x) for key, x in results.items()}
 
     def shard(key, x):
         of_heads = (
@@ -168,21 +168,27 @@ def attended(name):
 
     kernel = ContextParallel("sequence", SMALL_BLOCKS) if kind == "automatic" else SMALL_BLOCKS
     with using(mesh):
-        sharded, given = {key: shard(key, x) for key, x in arrays.items()}, shard("c", cotangent)
+        sharded, cotangent_on_mesh = (
+            {key: shard(key, x) for key, x in arrays.items()},
+            shard("c", cotangent),
+        )
         if "mask" in fixed:
             fixed["mask"] = jax.device_put(fixed["mask"], on(mesh))
         rolled = jax.device_put(
             jnp.roll(arrays["k"].astype(np.float32), 8, axis=2), sharded["k"].sharding
         )
-        program = compiled(partial(everything, kernel), sharded, given)
-        found, swapped = (
-            {key: np.asarray(x) for key, x in program({**sharded, "k": k}, given).items()}
+        program = compiled(partial(everything, kernel), sharded, cotangent_on_mesh)
+        actual, swapped = (
+            {
+                key: np.asarray(x)
+                for key, x in program({**sharded, "k": k}, cotangent_on_mesh).items()
+            }
             for k in (sharded["k"], rolled)
         )
         sent = sent_by(compiled(partial(forward, kernel), sharded)), sent_by(program)
     fixed.update({"mask": jnp.asarray(np.asarray(fixed["mask"]))} if "mask" in fixed else {})
     right = undivided(np.float64), undivided(np.float32)
-    return [told(found, *right), *sent, told(swapped, *right)]
+    return [mismatch(actual, *right), *sent, mismatch(swapped, *right)]
 
 
 # ---- Layers --------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ def compare_plans():
     """Return the number of passed stages in `mha-parity mesh` of cases with divided tokens, and the
     errors.
     """
-    found = {}
+    results = {}
     width = parity.CASES["norm-width"]
     width = replace(
         width,
@@ -203,10 +209,12 @@ def compare_plans():
         (MeshPlan(data=2, sequence=3, axes="explicit"), parity.CASES["norm-width"]),
     ):
         report = run_on_mesh([case], ["jax"], plan, with_gradients=True)
-        wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
-        wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
-        found[f"{plan} {plan.axes}"] = [report.summary["passed"], wrong]
-    return found
+        wrong = [f"{failure.case} {failure.stage}: {failure.reason}" for failure in report.failed]
+        wrong += [
+            f"{program.case} {program.program}: {program.counted}" for program in report.needless
+        ]
+        results[f"{plan} {plan.axes}"] = [report.summary["passed"], wrong]
+    return results
 
 
 def generated(kind):
@@ -230,21 +238,26 @@ def generated(kind):
                 module, cache = shard(module, cache)
             graph, state = nnx.split(module)
             programs = {}
-            found, begin = {}, 0
+            outputs, begin = {}, 0
             for index, new in enumerate(lengths):
                 end = begin + (16 if index == 0 else 1)
-                given = (state, shard_input(x[:, begin:end].astype(dtype)), cache, shard_input(new))
+                arguments = (
+                    state,
+                    shard_input(x[:, begin:end].astype(dtype)),
+                    cache,
+                    shard_input(new),
+                )
                 if end - begin not in programs:
 
                     def call(state, x, cache, new, graph=graph):
                         return nnx.merge(graph, state)(x, cache, new_lengths=new)
 
-                    programs[end - begin] = compiled(call, *given)
-                output, cache = programs[end - begin](*given)
-                found[f"step{index}"], begin = np.asarray(output), end
+                    programs[end - begin] = compiled(call, *arguments)
+                output, cache = programs[end - begin](*arguments)
+                outputs[f"step{index}"], begin = np.asarray(output), end
             if shard is not None:
                 sent.extend(map(sent_by, programs.values()))
-            return found | {"keys": np.asarray(cache.keys), "values": np.asarray(cache.values)}
+            return outputs | {"keys": np.asarray(cache.keys), "values": np.asarray(cache.values)}
 
     def shard(module, cache):
         return parallel.shard(module, mesh, tokens="slots"), parallel.shard_cache(
@@ -253,7 +266,7 @@ def generated(kind):
 
     with using(mesh):
         actual = outputs(np.float32, shard, lambda x: jax.device_put(x, on(mesh, "data")))
-    return [told(actual, outputs(np.float64), outputs(np.float32)), *sent]
+    return [mismatch(actual, outputs(np.float64), outputs(np.float32)), *sent]
 
 
 def mapped():
@@ -310,14 +323,14 @@ def padded(kind):
     with using(mesh):
         parallel.shard(layer, mesh, tokens="sequence")
         sharded = [
-            jax.device_put(each, on(mesh, None, "sequence"))
-            for each in (x.at[0, 19:].set(jnp.nan), is_real)
+            jax.device_put(x_or_mask, on(mesh, None, "sequence"))
+            for x_or_mask in (x.at[0, 19:].set(jnp.nan), is_real)
         ]
-        found = gradients(layer, *sharded)
-    if not all(np.isfinite(grad).all() for grad in found):
+        actual = gradients(layer, *sharded)
+    if not all(np.isfinite(grad).all() for grad in actual):
         return math.inf
     differences = [
-        np.abs(ours - theirs).max() for ours, theirs in zip(found, expected, strict=True)
+        np.abs(ours - theirs).max() for ours, theirs in zip(actual, expected, strict=True)
     ]
     return float(max(differences) / max(np.abs(grad).max() for grad in expected))
 
@@ -327,7 +340,7 @@ def padded(kind):
 
 def grown():
     """Return temporary memory, bytes sent and bytes expected by formulas, on 2 and on 8 devices."""
-    spec, found = AttentionSpec(256, 8, num_kv_heads=8), {}
+    spec, sizes = AttentionSpec(256, 8, num_kv_heads=8), {}
     for name, how, placement, passes in (
         ("data", {}, ("x",), False),
         ("tensor", {"heads": "x"}, (), False),
@@ -356,23 +369,27 @@ def grown():
                 (batch, length, 256), jnp.float32, sharding=on(mesh, *placement)
             )
             program = compiled(forward, state, x)
-            sent = [each for each in collectives_in(program.as_text()) if not each.is_of_flags]
+            sent = [
+                collective
+                for collective in collectives_in(program.as_text())
+                if not collective.is_of_flags
+            ]
             expected = cost_of(spec, name, count, batch=batch, tokens=length, itemsize=4).forward
             rows.append(
                 [
                     program.memory_analysis().temp_size_in_bytes,
-                    sum(each.nbytes * each.times for each in sent),
-                    sum(each.nbytes * each.times for each in expected),
+                    sum(collective.nbytes * collective.times for collective in sent),
+                    sum(collective.nbytes * collective.times for collective in expected),
                 ]
             )
-        found[name] = rows
-    return found
+        sizes[name] = rows
+    return sizes
 
 
 def rejected():
     """Return the errors for tokens that cannot be divided."""
     mesh, x = mesh_of("automatic", sequence=4), jnp.zeros((1, 4, 30, 8))
-    found = {}
+    errors = {}
     for name, array, axis in (
         ("uneven", jax.device_put(x, on(mesh)), "sequence"),
         ("unknown", jax.device_put(x, on(mesh)), "tokens"),
@@ -383,8 +400,8 @@ def rejected():
                 array, array, array, kernel=ContextParallel(axis, SMALL_BLOCKS)
             )
         except ValueError as error:
-            found[name] = str(error)
-    return found
+            errors[name] = str(error)
+    return errors
 
 
 if __name__ == "__main__":
@@ -393,15 +410,15 @@ if __name__ == "__main__":
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     wanted = sys.argv[1:]
-    found = {
+    results = {
         "attended": {name: attended(name) for name in ATTENTION if not wanted or name in wanted},
     }
     if not wanted:
-        found |= {
+        results |= {
             "compared": compare_plans(),
             "generated": {kind: generated(kind) for kind in KINDS},
             "mapped": mapped(),
         }
-        found |= {"padded": {kind: padded(kind) for kind in KINDS}}
-        found |= {"grown": grown(), "rejected": rejected()}
-    print(json.dumps(found))
+        results |= {"padded": {kind: padded(kind) for kind in KINDS}}
+        results |= {"grown": grown(), "rejected": rejected()}
+    print(json.dumps(results))

@@ -72,20 +72,20 @@ def calls_of(spec):
 
 def programs():
     """Return the jaxpr of each function and its input to XLA."""
-    found = {}
+    results = {}
     for name, spec in SPECS.items():
         for what, call in calls_of(spec).items():
             traced = jax.jit(call).trace(X)
             jaxpr = re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr))  # memory address of an object
-            found[f"{name} {what}"] = [jaxpr, traced.lower().as_text()]
-    return found
+            results[f"{name} {what}"] = [jaxpr, traced.lower().as_text()]
+    return results
 
 
 def divided():
     """Return the same for sharded layers, which must differ: by tokens, and by heads with explicit
     axes.
     """
-    found = {}
+    results = {}
     for what, kind, along in (
         ("tokens", AxisType.Auto, (None, "d")),
         ("heads", AxisType.Explicit, ()),
@@ -99,8 +99,8 @@ def divided():
                 return layer(x, is_causal=True)[0]
 
             jax.block_until_ready(jax.jit(call)(x))
-            found[what] = [str(jax.make_jaxpr(call)(x)), jax.jit(call).lower(x).as_text()]
-    return found
+            results[what] = [str(jax.make_jaxpr(call)(x)), jax.jit(call).lower(x).as_text()]
+    return results
 
 
 if __name__ == "__main__":

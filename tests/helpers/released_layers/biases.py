@@ -61,7 +61,7 @@ def mpt() -> Released:
     def repacked(parameters: dict[str, Tensor]) -> Weights:
         parts = parameters.pop("Wqkv.weight").chunk(3)
         return parameters | {
-            f"{each}_proj.weight": part for each, part in zip("qkv", parts, strict=True)
+            f"{letter}_proj.weight": part for letter, part in zip("qkv", parts, strict=True)
         }
 
     spec = AttentionSpec(
@@ -113,8 +113,10 @@ def t5(is_decoder: bool) -> Released:
 
     def repacked(parameters: dict[str, Tensor]) -> Weights:
         names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
-        found = {f"{ours}.weight": parameters[f"{theirs}.weight"] for theirs, ours in names.items()}
-        return found | {"relative_bias": parameters["relative_attention_bias.weight"]}
+        weights = {
+            f"{ours}.weight": parameters[f"{theirs}.weight"] for theirs, ours in names.items()
+        }
+        return weights | {"relative_bias": parameters["relative_attention_bias.weight"]}
 
     relative_bias = RelativeBias(8, 8, bidirectional=not is_decoder)
     spec = AttentionSpec(

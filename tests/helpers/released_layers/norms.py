@@ -20,11 +20,13 @@ def normed(**norm):
 
 def stacked(weights):
     """Return one norm for all heads instead of one per head."""
-    found = {name: weight for name, weight in weights.items() if ".norms." not in name}
-    for each in "qk":
-        own = [weight for name, weight in weights.items() if name.startswith(f"{each}_norm.norms.")]
-        found[f"{each}_norm.weight"] = torch.stack(own)
-    return found
+    stacked_weights = {name: weight for name, weight in weights.items() if ".norms." not in name}
+    for letter in "qk":
+        own = [
+            weight for name, weight in weights.items() if name.startswith(f"{letter}_norm.norms.")
+        ]
+        stacked_weights[f"{letter}_norm.weight"] = torch.stack(own)
+    return stacked_weights
 
 
 V_NORMED = plain_spec(

@@ -46,8 +46,8 @@ sibling = fixture_of({"tt": TtSibling()})
 
 def pytest_report_header() -> str:
     """Report the device that the tests use."""
-    found = f"mock {MOCK_BOARD}" if IS_MOCK else mha_tt.describe_target()
-    return f"device: {found}"
+    target = f"mock {MOCK_BOARD}" if IS_MOCK else mha_tt.describe_target()
+    return f"device: {target}"
 
 
 @pytest.fixture(scope="session")

@@ -84,15 +84,15 @@ class TtSibling(Sibling):
     def dtype(self, dtype: Any) -> Any:
         return backend.DTYPES[np.dtype(dtype).name]
 
-    def assert_close(self, found: np.ndarray, expected: Any, within: float) -> None:
+    def assert_close(self, actual: np.ndarray, expected: Any, within: float) -> None:
         """Compare with the tolerance of the dtype relative to the largest element: see
         `TOLERANCES`.
         """
         __tracebackhide__ = True
         expected = np.asarray(expected).astype(np.float64)
-        assert found.shape == expected.shape
-        error, largest = np.abs(found.astype(np.float64) - expected).max(), np.abs(expected).max()
-        allowed = TOLERANCES[backend.DTYPES[found.dtype.name]] * largest
+        assert actual.shape == expected.shape
+        error, largest = np.abs(actual.astype(np.float64) - expected).max(), np.abs(expected).max()
+        allowed = TOLERANCES[backend.DTYPES[actual.dtype.name]] * largest
         assert error <= allowed, f"the largest error is {error:.1e}, of {allowed:.1e}"
 
     # ---- Modules and weights ---------------------------------------------------------------------

@@ -35,8 +35,8 @@ def merged(x, axes, num_unmerged):
 def results(sibling, function, x, options):
     """Return the output, the attention weights and the gradient of x."""
     options = {
-        name: sibling.array(given) if isinstance(given, np.ndarray) else given
-        for name, given in options.items()
+        name: sibling.array(option) if isinstance(option, np.ndarray) else option
+        for name, option in options.items()
     }
     cotangent = np.cos(np.arange(x.size, dtype=np.float32)).reshape(
         x.shape
@@ -53,13 +53,13 @@ def results(sibling, function, x, options):
         output, gradient = output.detach(), x.grad
         attn_weights = None if attn_weights is None else attn_weights.detach()
     return {
-        name: sibling.numpy(found)
-        for name, found in {
+        name: sibling.numpy(tensor)
+        for name, tensor in {
             "output": output,
             "attn_weights": attn_weights,
             "gradient": gradient,
         }.items()
-        if found is not None
+        if tensor is not None
     }
 
 
@@ -68,12 +68,12 @@ def assert_gives_the_bits_of_one_axis(sibling, function, x, options, of_one):
     differ.
     """
     axes = x.shape[:-2]
-    found = results(sibling, function, x, options)
+    actual = results(sibling, function, x, options)
     expected = results(sibling, function, merged(x, axes, 2), options | of_one)
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, one in expected.items():
-        assert found[name].shape == (*axes, *one.shape[1:])
-        np.testing.assert_array_equal(found[name].reshape(one.shape), one, err_msg=name)
+        assert actual[name].shape == (*axes, *one.shape[1:])
+        np.testing.assert_array_equal(actual[name].reshape(one.shape), one, err_msg=name)
 
 
 @sample(jax=1)
@@ -141,11 +141,11 @@ def test_self_attention_accepts_batch_axes(sibling):
     layer = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2))
     for axes, lengths in [((), np.int32(3)), ((2, 1, 2), np.array([[[1, 2]], [[3, 4]]], np.int32))]:
         x = numbers(*axes, T, 8)
-        found = layer(sibling.array(x), is_causal=True, key_padding_lengths=lengths.tolist())
+        actual = layer(sibling.array(x), is_causal=True, key_padding_lengths=lengths.tolist())
         of_one = {"is_causal": True, "key_padding_lengths": lengths.reshape(-1).tolist()}
         expected = layer(sibling.array(x.reshape(-1, T, 8)), **of_one)
         np.testing.assert_array_equal(
-            sibling.numpy(found), sibling.numpy(expected).reshape(x.shape)
+            sibling.numpy(actual), sibling.numpy(expected).reshape(x.shape)
         )
 
 
@@ -167,9 +167,9 @@ def test_mismatched_batch_axes_raise(sibling, name, wrong):
     error with its name and shape.
     """
     layer = sibling.module("MultiHeadAttention", CROSS)
-    given = {"query": numbers(*AXES, T, 8), "key": numbers(*AXES, S, 6), name: wrong}
+    tokens = {"query": numbers(*AXES, T, 8), "key": numbers(*AXES, S, 6), name: wrong}
     with rejects(name, {f"{name}.shape": wrong.shape}):
-        layer(**{name: sibling.array(x) for name, x in given.items()})
+        layer(**{name: sibling.array(x) for name, x in tokens.items()})
 
 
 def test_ambiguous_section_positions_raise(sibling):
@@ -188,11 +188,11 @@ def test_segments_accept_batch_axes(sibling):
     """Self-attention with segments and two batch axes matches one merged axis bit for bit."""
     layer, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2)), numbers(*AXES, T, 8)
     ids = np.arange(2 * 3 * T, dtype=np.int32).reshape(*AXES, T) // 3
-    found = layer(sibling.array(x), segment_ids=sibling.array(ids))
+    actual = layer(sibling.array(x), segment_ids=sibling.array(ids))
     expected = layer(
         sibling.array(x.reshape(6, T, 8)), segment_ids=sibling.array(ids.reshape(6, T))
     )
-    np.testing.assert_array_equal(sibling.numpy(found).reshape(6, T, 8), sibling.numpy(expected))
+    np.testing.assert_array_equal(sibling.numpy(actual).reshape(6, T, 8), sibling.numpy(expected))
 
 
 def test_compiled_layer_accepts_batch_sizes():

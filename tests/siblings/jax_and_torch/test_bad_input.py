@@ -365,12 +365,12 @@ def test_torch_module_rejects_numpy(sibling, name):
         "value": ones(2, 3, 8),
         "mask": booleans(3, 3),
     }
-    given = {
+    tensors = {
         **{other: sibling.array(x) for other, x in inputs.items()},
         name: inputs.get(name, ones(3, 3)),
     }
     with rejects_type(name, "ndarray"):
-        sibling.module("MultiHeadAttention", AttentionSpec(8, 2))(**given)
+        sibling.module("MultiHeadAttention", AttentionSpec(8, 2))(**tensors)
 
 
 def test_jax_module_names_missing_streams():

@@ -176,14 +176,14 @@ def test_shared_layer_reads_source_cache(sibling, steps):
     for x, new_lengths in zip(
         np.split(random_tokens(SHARED), np.cumsum(CHUNKS)[:-1], axis=1), steps, strict=True
     ):
-        tokens, told = (
+        tokens, options = (
             sibling.array(x),
             {} if new_lengths is None else {"new_lengths": sibling.array(new_lengths)},
         )
-        expected, cache = called(sibling)(source, tokens, cache, **told)
+        expected, cache = called(sibling)(source, tokens, cache, **options)
         before = contents_of(sibling, cache)
-        found, after = called(sibling)(shared, tokens, cache, **told)
-        assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
+        actual, after = called(sibling)(shared, tokens, cache, **options)
+        assert np.array_equal(sibling.numpy(actual), sibling.numpy(expected))
         assert all(map(np.array_equal, contents_of(sibling, after), before))
 
 
@@ -383,7 +383,7 @@ def test_stale_slots_change_nothing(sibling, value, num_new):
     keys, values, lengths = contents_of(sibling, cache)
     expected, _ = module(x, cache)
     is_stale = np.arange(NUM_TOKENS)[:, None] >= lengths[:, None, None, None]
-    keys, values = (np.where(is_stale, np.float32(value), held) for held in (keys, values))
+    keys, values = (np.where(is_stale, np.float32(value), slots) for slots in (keys, values))
     output, _ = module(x, sibling.package.KVCache(*map(sibling.array, (keys, values, lengths))))
     np.testing.assert_array_equal(sibling.numpy(output), sibling.numpy(expected))
 
@@ -538,8 +538,8 @@ def test_positions_without_rope_are_ignored(sibling):
     )
     caches = [module.init_cache(3, NUM_TOKENS) for _ in range(3)]
     outputs = [
-        sibling.numpy(module(sibling.array(x), cache, positions=each)[0])
-        for cache, each in zip(caches, (None, positions), strict=False)
+        sibling.numpy(module(sibling.array(x), cache, positions=rotations)[0])
+        for cache, rotations in zip(caches, (None, positions), strict=False)
     ]
     np.testing.assert_array_equal(*outputs)
     with rejects("positions", {"positions.shape": (1, 2)}):
@@ -550,14 +550,14 @@ def test_positions_without_rope_are_ignored(sibling):
 
 
 @sample(jax=1)
-@pytest.mark.parametrize("held", [[0, 0, 0], [2, 2, 2], [1, 4, 0]], ids=str)
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [2, 2, 2], [1, 4, 0]], ids=str)
 @pytest.mark.parametrize("new_lengths", [None, [0, 0, 0]], ids=["all", "ragged"])
-def test_no_new_tokens_leave_cache_unchanged(sibling, held, new_lengths):
+def test_no_new_tokens_leave_cache_unchanged(sibling, lengths, new_lengths):
     """A step of 0 tokens has an empty output and leaves the contents of the
     cache unchanged, bit for bit.
     """
     module = cached_layer(sibling, GQA_ROPE)
-    cache = filled_cache(sibling, module, held)
+    cache = filled_cache(sibling, module, lengths)
     before = contents_of(sibling, cache)
     output, cache = module(
         sibling.array(random_tokens(GQA_ROPE, num_tokens=0)), cache, new_lengths=new_lengths
@@ -580,7 +580,7 @@ def test_cache_accepts_an_empty_batch(sibling, new_lengths):
 # ---- Caches made from caches ---------------------------------------------------------------------
 
 
-def held_by(sibling, cache):
+def slots_of(sibling, cache):
     """Return keys and values of the tokens in a cache, by sequence."""
     keys, values, lengths = contents_of(sibling, cache)
     return [(keys[row, :, :length], values[row, :, :length]) for row, length in enumerate(lengths)]
@@ -588,9 +588,9 @@ def held_by(sibling, cache):
 
 def assert_holds(sibling, cache, expected):
     """Check that a cache holds the expected tokens, and 0 in the other slots."""
-    found, (keys, values, lengths) = held_by(sibling, cache), contents_of(sibling, cache)
-    assert len(found) == len(expected)
-    for now, then in zip(found, expected, strict=True):
+    slots, (keys, values, lengths) = slots_of(sibling, cache), contents_of(sibling, cache)
+    assert len(slots) == len(expected)
+    for now, then in zip(slots, expected, strict=True):
         np.testing.assert_array_equal(now, then)
     is_free = np.arange(keys.shape[2]) >= lengths[:, None]
     assert not np.moveaxis(keys, 1, 2)[is_free].any()
@@ -639,7 +639,7 @@ def test_derived_cache_continues_sequences(sibling, name):
     """
     make, order = MADE[name]
     cache, tokens = cache_and_tokens(sibling)
-    expected, before = held_by(sibling, cache), contents_of(sibling, cache)
+    expected, before = slots_of(sibling, cache), contents_of(sibling, cache)
     made = make(cache)
     assert made.capacity == (9 if name == "grow" else NUM_TOKENS)
     assert_holds(sibling, made, [expected[index] for index in order])
@@ -658,7 +658,7 @@ def test_cropped_cache_continues_sequences(sibling, lengths, kind):
     and the original cache are unchanged.
     """
     cache, tokens = cache_and_tokens(sibling)
-    expected, before = held_by(sibling, cache), contents_of(sibling, cache)
+    expected, before = slots_of(sibling, cache), contents_of(sibling, cache)
     is_for_all = isinstance(lengths, np.integer)
     lengths_of_sequences = [lengths] * 3 if is_for_all else lengths
     if kind == "array" and not is_for_all:
@@ -668,14 +668,17 @@ def test_cropped_cache_continues_sequences(sibling, lengths, kind):
     assert made.capacity == NUM_TOKENS
     assert sibling.numpy(made.lengths).dtype == np.int32
     first = [
-        tuple(x[:, :length] for x in held)
-        for held, length in zip(expected, lengths_of_sequences, strict=True)
+        tuple(x[:, :length] for x in tokens)
+        for tokens, length in zip(expected, lengths_of_sequences, strict=True)
     ]
     assert_holds(sibling, made, first)
     assert_goes_on_as_its_sequences(
         sibling,
         made,
-        [each[:length] for each, length in zip(tokens, lengths_of_sequences, strict=True)],
+        [
+            tokens_of_sequence[:length]
+            for tokens_of_sequence, length in zip(tokens, lengths_of_sequences, strict=True)
+        ],
     )
     for now, then in zip(contents_of(sibling, cache), before, strict=True):
         np.testing.assert_array_equal(now, then, strict=True)
@@ -891,7 +894,7 @@ def test_cache_is_a_pytree_of_three_arrays(sibling):
     """`jax.tree.map` over a cache returns a `KVCache` with keys, values
     and lengths as its leaves.
     """
-    cache = jax.tree.map(lambda held: held + 1, mha_jax.init_cache(2, 1, 3, 4))
+    cache = jax.tree.map(lambda leaf: leaf + 1, mha_jax.init_cache(2, 1, 3, 4))
     assert [leaf.shape for leaf in jax.tree.leaves(cache)] == [(2, 1, 3, 4), (2, 1, 3, 4), (2,)]
     assert isinstance(cache, mha_jax.KVCache)
 

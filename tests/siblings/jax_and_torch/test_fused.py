@@ -143,8 +143,11 @@ def results(package, function, arrays, **options):
     leaves = {name: x.requires_grad_() for name, x in arrays.items() if x.is_floating_point()}
     context, _ = function(**arrays, **options)
     gradients = torch.autograd.grad(context, list(leaves.values()), cotangent)
-    found = {"context": context, **dict(zip(map("grad.{}".format, leaves), gradients, strict=True))}
-    return {name: torch_backend.to_numpy(x) for name, x in found.items()}
+    results = {
+        "context": context,
+        **dict(zip(map("grad.{}".format, leaves), gradients, strict=True)),
+    }
+    return {name: torch_backend.to_numpy(x) for name, x in results.items()}
 
 
 def jitted_with_gradients(function, **options):
@@ -265,19 +268,19 @@ def single_key():
     return problem(lengths=(NUM_QUERIES, 1))
 
 
-def assert_single_key_is_visible(found, arrays):
+def assert_single_key_is_visible(actual, arrays):
     """Check that the context is the value, and that gradients of scores, differences of equal sums,
     are near 0.
     """
     np.testing.assert_array_equal(
-        found["context"], np.broadcast_to(arrays["value"], found["context"].shape)
+        actual["context"], np.broadcast_to(arrays["value"], actual["context"].shape)
     )
     sizes = {name: float(np.abs(x).max()) for name, x in arrays.items()}
     rounding = (
         HEAD_DIM * np.finfo(np.float32).eps * sizes["cotangent"] * sizes["value"] * HEAD_DIM**-0.5
     )
-    assert np.abs(found["grad.query"]).max() <= rounding * sizes["key"]
-    assert np.abs(found["grad.key"]).max() <= rounding * sizes["query"] * NUM_QUERIES
+    assert np.abs(actual["grad.query"]).max() <= rounding * sizes["key"]
+    assert np.abs(actual["grad.key"]).max() <= rounding * sizes["query"] * NUM_QUERIES
 
 
 # ---- is_causal and lengths instead of masks ------------------------------------------------------
@@ -296,10 +299,12 @@ def test_causal_and_lengths_match_mask(sibling, form, lengths, padding, is_causa
     gradients.
     """
     function = attention_in(form, sibling.package)
-    told = problem(lengths=lengths, padding=padding)
-    masked = problem(lengths=lengths, mask=is_hidden(told, is_causal))
+    options = problem(lengths=lengths, padding=padding)
+    masked = problem(lengths=lengths, mask=is_hidden(options, is_causal))
     expected = yardstick(masked)
-    parity.assert_parity(results(sibling.package, function, told, is_causal=is_causal), **expected)
+    parity.assert_parity(
+        results(sibling.package, function, options, is_causal=is_causal), **expected
+    )
 
 
 @sample(jax=1)
@@ -309,10 +314,10 @@ def test_causal_and_lengths_join_a_mask(sibling, form):
     mask.
     """
     function = attention_in(form, sibling.package)
-    told = problem(lengths=(5, 7), padding=(0, 2, 7), mask=(5, 7))
-    masked = problem(lengths=(5, 7), mask=is_hidden(told, is_causal=True))
+    options = problem(lengths=(5, 7), padding=(0, 2, 7), mask=(5, 7))
+    masked = problem(lengths=(5, 7), mask=is_hidden(options, is_causal=True))
     parity.assert_parity(
-        results(sibling.package, function, told, is_causal=True), **yardstick(masked)
+        results(sibling.package, function, options, is_causal=True), **yardstick(masked)
     )
 
 
@@ -333,8 +338,8 @@ def test_lengths_of_any_kind_are_accepted(sibling, form, kind):
         if isinstance(lengths, np.ndarray) and sibling.package is mha_torch
         else lengths
     )
-    found = results(sibling.package, function, arrays, key_padding_lengths=lengths)
-    parity.assert_parity(found, **yardstick(problem(lengths=(5, 7), padding=(0, 2, 7))))
+    actual = results(sibling.package, function, arrays, key_padding_lengths=lengths)
+    parity.assert_parity(actual, **yardstick(problem(lengths=(5, 7), padding=(0, 2, 7))))
 
 
 # ---- Windows and chunks: a few queries at once ---------------------------------------------------
@@ -369,9 +374,9 @@ def test_spans_in_parts_match_joint_mask(sibling, name):
     spec = parity.AttentionSpec(2 * HEAD_DIM, 2, **span)
     function = fused_attention(sibling.package)
     options = {"kernel": FusedAttention(few_scores=0)} if sibling.package is mha_jax else {}
-    found = results(sibling.package, function, arrays, spec=spec, is_causal=is_causal, **options)
+    actual = results(sibling.package, function, arrays, spec=spec, is_causal=is_causal, **options)
     masked = {**arrays, "mask": arrays.get("mask", False) | out_of_reach}
-    parity.assert_parity(found, **yardstick(masked, is_causal=is_causal))
+    parity.assert_parity(actual, **yardstick(masked, is_causal=is_causal))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -386,11 +391,11 @@ def test_torch_window_parts_match_plain_path(is_causal, window_size):
     )
     arrays = [torch.from_numpy(arrays[name]) for name in ("query", "key", "value")]
     arrays[0] = torch.cat([arrays[0], arrays[0] + 1.0], dim=1)  # two query heads for each key head
-    found, expected = (
+    actual, expected = (
         attend(*arrays, spec, is_causal=is_causal)[0]
         for attend in (fused_attention(mha_torch), plain_attention(mha_torch))
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @sample(jax=1)
@@ -449,8 +454,8 @@ def test_jax_window_parts_match_plain_path(name, span, few_scores):
     )
     if "mask" in options:
         options["mask"] = jnp.asarray(rng.random(options["mask"]) < 0.3)
-    for each in {"bias", "sinks"} & options.keys():
-        options[each] = jnp.asarray(rng.standard_normal(options[each]), jnp.float32)
+    for learned_name in {"bias", "sinks"} & options.keys():
+        options[learned_name] = jnp.asarray(rng.standard_normal(options[learned_name]), jnp.float32)
     kernels = FusedAttention(few_scores=few_scores), mha_jax.stages.attend_without_weights
     attend, plain = (functools.partial(jax_fused, kernel=kernel) for kernel in kernels)
 
@@ -473,8 +478,8 @@ def test_jax_window_parts_match_plain_path(name, span, few_scores):
         value.at[1, 0, 80].set(jnp.nan),
     )
     attend, plain = (functools.partial(jax_fused, kernel=contained(kernel)) for kernel in kernels)
-    found, expected = (attended(of, query, key, value) for of in (attend, plain))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
+    actual, expected = (attended(of, query, key, value) for of in (attend, plain))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6)
     assert np.isnan(expected).any()
     assert np.isfinite(expected).any()
 
@@ -532,8 +537,8 @@ def test_divided_blocks_match_plain_path(monkeypatch, name):
     monkeypatch.setattr(mha_jax.kernels.cpu.blockwise, "is_automatic", lambda x: True)
     arrays, options = named(name)
     attend = functools.partial(jax_blocks, kernel=DIVIDED)
-    found = numpy_of(jitted_with_gradients(attend, **options)(as_jax(arrays)))
-    parity.assert_parity(found, **yardstick(arrays, **options))
+    actual = numpy_of(jitted_with_gradients(attend, **options)(as_jax(arrays)))
+    parity.assert_parity(actual, **yardstick(arrays, **options))
 
 
 def test_divided_step_matches_plain_path(monkeypatch):
@@ -599,9 +604,9 @@ def test_blocks_support_float64(name):
     arrays, options = named(name, np.float64)
     expected = yardstick(arrays, **options)["expected"]
     with jax.enable_x64(True):
-        found = results(mha_jax, jax_blocks, arrays, **options)
+        actual = results(mha_jax, jax_blocks, arrays, **options)
         plain = results(mha_jax, plain_attention(mha_jax), arrays, **options)
-    parity.assert_parity(found, expected, same_precision=plain)
+    parity.assert_parity(actual, expected, same_precision=plain)
 
 
 @pytest.mark.parametrize("name", ["mask-of-rows-causal", "padding-causal", "bias-infinite-rows"])
@@ -609,17 +614,17 @@ def test_row_without_keys_has_no_gradient(name):
     """In blocks, a row without a key has a context and a query gradient of exactly 0."""
     arrays, options = named(name)
     empty = is_hidden(arrays, **options).all(axis=-1)
-    found = in_blocks(arrays, **options)
+    actual = in_blocks(arrays, **options)
     assert empty.any()
-    assert not found["context"][empty].any()
-    assert not found["grad.query"][empty].any()
+    assert not actual["context"][empty].any()
+    assert not actual["grad.query"][empty].any()
 
 
 def test_blocks_work_without_jit():
     """Context and gradients of blocks without jit match the plain path in float64."""
     arrays, options = named("gqa")
-    found = with_gradients(jax_blocks, as_jax(arrays), **options)
-    parity.assert_parity(found, **yardstick(arrays, **options))
+    actual = with_gradients(jax_blocks, as_jax(arrays), **options)
+    parity.assert_parity(actual, **yardstick(arrays, **options))
 
 
 @pytest.mark.thorough
@@ -637,9 +642,9 @@ def assert_same_without_jit(function, arrays, **options):
     arrays = {name: x if name == "mask" else x[1:2] for name, x in arrays.items()}
     inputs = {name: x for name, x in as_jax(arrays).items() if name != "cotangent"}
     with jax.disable_jit():
-        found, _ = function(**inputs, **options)
+        actual, _ = function(**inputs, **options)
     allowed = {name: x["context"] for name, x in yardstick(arrays, **options).items()}
-    parity.assert_parity(np.asarray(found), **allowed)
+    parity.assert_parity(np.asarray(actual), **allowed)
 
 
 @sample(name=["gqa-mask-padding"])
@@ -652,8 +657,8 @@ def test_blocks_can_be_vmapped(name):
         batch = {name: x[None] for name, x in arrays.items()}
         return {name: x[0] for name, x in with_gradients(jax_blocks, batch, **options).items()}
 
-    found = jax.jit(jax.vmap(of_one), compiler_options=QUICKLY)(as_jax(arrays))
-    parity.assert_parity(found, **yardstick(arrays, **options))
+    actual = jax.jit(jax.vmap(of_one), compiler_options=QUICKLY)(as_jax(arrays))
+    parity.assert_parity(actual, **yardstick(arrays, **options))
 
 
 def test_blocks_can_be_rematerialized():
@@ -741,8 +746,8 @@ def test_layer_in_blocks_matches_reference(name, dtype):
     """Output and gradients of a layer in blocks of three match the reference for several cases."""
     problem = parity.make_problem(parity.CASES[name], dtype)
     with jax_backend.lock(dtype):
-        found = {stage: np.asarray(x) for stage, x in layer_with_gradients(problem).items()}
-    parity.assert_parity(found, problem=problem)
+        actual = {stage: np.asarray(x) for stage, x in layer_with_gradients(problem).items()}
+    parity.assert_parity(actual, problem=problem)
 
 
 # ---- Hidden tokens have no effect ----------------------------------------------------------------
@@ -787,9 +792,9 @@ def test_hidden_blocks_are_not_read(name):
     for batch, keys in hidden_blocks:
         for side in ("key", "value"):
             emptied[side][batch, :, keys], spoilt[side][batch, :, keys] = 0.0, np.nan
-    expected, found = (in_blocks(each, is_causal) for each in (emptied, spoilt))
+    expected, actual = (in_blocks(inputs, is_causal) for inputs in (emptied, spoilt))
     assert all(np.isfinite(x).all() for x in expected.values())
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 UNSEEN = {  # keys that are hidden from all queries of a sequence
@@ -820,8 +825,8 @@ def test_hidden_tokens_do_nothing_in_jax(name, side, value):
     keywords, is_causal = UNSEEN[name]
     arrays = problem(**keywords)
     changed = changed_where_unseen(arrays, side, value, is_causal=is_causal)
-    expected, found = (in_blocks(each, is_causal) for each in (arrays, changed))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    expected, actual = (in_blocks(inputs, is_causal) for inputs in (arrays, changed))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @sample(10)
@@ -835,10 +840,10 @@ def test_hidden_tokens_do_nothing_in_torch(name, side, value):
     keywords, is_causal = UNSEEN[name]
     arrays = problem(**keywords)
     changed = changed_where_unseen(arrays, side, value, is_causal=is_causal)
-    expected, found = (
-        results(mha_torch, torch_fused, each, is_causal=is_causal) for each in (arrays, changed)
+    expected, actual = (
+        results(mha_torch, torch_fused, inputs, is_causal=is_causal) for inputs in (arrays, changed)
     )
-    np.testing.assert_array_equal(found["context"], expected["context"])
+    np.testing.assert_array_equal(actual["context"], expected["context"])
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -847,10 +852,10 @@ def test_torch_does_not_read_padding(is_causal):
     arrays = problem(padding=(1, 17, 41))
     spoilt = changed_where_unseen(arrays, "value", np.nan)
     spoilt = changed_where_unseen(spoilt, "key", np.nan)
-    expected, found = (
-        results(mha_torch, torch_fused, each, is_causal=is_causal) for each in (arrays, spoilt)
+    expected, actual = (
+        results(mha_torch, torch_fused, inputs, is_causal=is_causal) for inputs in (arrays, spoilt)
     )
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 # ---- JAX: one token over a cache -----------------------------------------------------------------
@@ -968,11 +973,11 @@ def test_slots_beyond_last_block_are_unread(heads):
     for side in ("key", "value"):
         spoilt[side][:, :, 20:] = np.nan  # the longest sequence ends in the block of slots 16 to 19
     function = jax.jit(lambda arrays: attend_to_cache(**arrays)[0], compiler_options=QUICKLY)
-    expected, found = (
-        function({name: x for name, x in as_jax(each).items() if name != "cotangent"})
-        for each in (arrays, spoilt)
+    expected, actual = (
+        function({name: x for name, x in as_jax(inputs).items() if name != "cotangent"})
+        for inputs in (arrays, spoilt)
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
@@ -1008,7 +1013,7 @@ def test_step_with_relative_bias_matches():
         )
 
     inputs = (*(arrays[side] for side in ("query", "key", "value")), jax.numpy.asarray(table))
-    expected, found = (
+    expected, actual = (
         jax.jit(
             lambda *inputs, attend=attend: [
                 attend(*inputs),
@@ -1017,7 +1022,7 @@ def test_step_with_relative_bias_matches():
         )(*inputs)
         for attend in (plain, fused)
     )
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)  # a few roundings of float32
 
 
@@ -1268,9 +1273,9 @@ def test_torch_compiled_overflow_yields_nan(backend):
     assert cache.lengths.tolist() == [2, 2]
     assert output.isnan().all(dim=(1, 2)).tolist() == [True, False]
     assert not output[1].isnan().any()
-    for was, held in zip(before, cache.slots.values(), strict=True):
-        assert torch.equal(was[0], held[0])
-        assert torch.equal(was[1, :, 0], held[1, :, 0])
+    for was, slots_now in zip(before, cache.slots.values(), strict=True):
+        assert torch.equal(was[0], slots_now[0])
+        assert torch.equal(was[1, :, 0], slots_now[1, :, 0])
 
 
 @torch.no_grad()
@@ -1280,10 +1285,10 @@ def test_torch_compiled_layer_matches():
     lengths = torch.tensor([4, 9])
     torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
-    found, expected = (
-        each(x, is_causal=True, key_padding_lengths=lengths) for each in (compiled, module)
+    actual, expected = (
+        layer(x, is_causal=True, key_padding_lengths=lengths) for layer in (compiled, module)
     )
-    parity.assert_parity(found, expected)
+    parity.assert_parity(actual, expected)
 
 
 # ---- torch: the cheapest form of a mask ----------------------------------------------------------
@@ -1332,8 +1337,8 @@ def test_torch_lengths_match_plain_path(heads, padding, is_causal):
     heads.
     """
     arrays = problem(heads, padding=padding)
-    found = results(mha_torch, torch_fused, arrays, is_causal=is_causal)
-    parity.assert_parity(found, **yardstick(arrays, is_causal=is_causal))
+    actual = results(mha_torch, torch_fused, arrays, is_causal=is_causal)
+    parity.assert_parity(actual, **yardstick(arrays, is_causal=is_causal))
 
 
 def strided(x):
@@ -1481,10 +1486,10 @@ def test_library_accepts_other_value_width(features, rng):
         jax.numpy.asarray(rng.standard_normal((2, n, 5, 8)), jax.numpy.float32) for n in (4, 2, 2)
     )
     v = jax.numpy.concatenate([v, v], axis=3)[..., :features]
-    found, _ = jax_fused(q, k, v, is_causal=True)
+    actual, _ = jax_fused(q, k, v, is_causal=True)
     expected, _ = plain_attention(mha_jax)(q, k, v, is_causal=True)
-    assert found.shape == (2, 4, 5, features)
-    assert float(abs(found - expected).max()) <= 1e-6
+    assert actual.shape == (2, 4, 5, features)
+    assert float(abs(actual - expected).max()) <= 1e-6
 
 
 @pytest.fixture
@@ -1581,8 +1586,8 @@ def test_library_window_matches_mask(off_the_cpu, library_calls, name):
     assert is_hidden(masked, is_causal).all(axis=-1).any()
     num_heads, num_kv_heads = keywords.get("heads", (2, 2))
     spec = AttentionSpec(num_heads * HEAD_DIM, num_heads, num_kv_heads=num_kv_heads, window_size=5)
-    found = results(mha_jax, jax_fused, arrays, spec=spec, is_causal=is_causal)
-    parity.assert_parity(found, **yardstick(masked, is_causal=is_causal))
+    actual = results(mha_jax, jax_fused, arrays, spec=spec, is_causal=is_causal)
+    parity.assert_parity(actual, **yardstick(masked, is_causal=is_causal))
     assert [call["local_window_size"] for call in library_calls] == [(4, 0 if is_causal else 4)]
 
 
@@ -1625,17 +1630,17 @@ def test_library_gets_options_where_possible(monkeypatch, platform, name):
     made = str(
         jax.make_jaxpr(function)(query, key, jnp.array([0, 30], jnp.int32) if has_lengths else None)
     )
-    [(mask_and_bias, told)] = calls
+    [(mask_and_bias, options_seen)] = calls
     if platform == "tpu" and "window_size" in span:  # XLA takes any window
         window = {"local_window_size": (7, 0 if is_causal else 7)}
     is_told = mask_and_bias == (None, None)
     assert is_told == (window is not None)
     assert is_told != (f",{num_queries},{num_keys}]" in made)
     if is_told:
-        told.pop("scale")
-        assert told.pop("implementation") == ("cudnn" if platform == "gpu" else "xla")
-        assert ("key_value_seq_lengths" in told) == has_lengths
-        assert {**told, "key_value_seq_lengths": None} == {
+        options_seen.pop("scale")
+        assert options_seen.pop("implementation") == ("cudnn" if platform == "gpu" else "xla")
+        assert ("key_value_seq_lengths" in options_seen) == has_lengths
+        assert {**options_seen, "key_value_seq_lengths": None} == {
             "is_causal": is_causal,
             "key_value_seq_lengths": None,
             **window,
@@ -1674,8 +1679,8 @@ def test_distance_biases_match_plain_path(added, span, is_causal, hidden):
         attend(spec=spec, is_causal=is_causal, sinks=sinks, **leaves, **hidden)[0]
         for attend in (plain_attention(mha_torch), torch_fused)
     ]
-    expected, found = (
+    expected, actual = (
         [x, *torch.autograd.grad(x.square().sum(), [*leaves.values()])] for x in contexts
     )
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -41,8 +41,8 @@ def expected(sibling, **keywords):
     return sibling.numpy(whole(sibling.array(X), is_causal=True, **keywords))
 
 
-def near(found, wanted, allowed=2e-6):
-    return np.abs(found - wanted).max() <= allowed * np.abs(wanted).max()
+def near(actual, wanted, allowed=2e-6):
+    return np.abs(actual - wanted).max() <= allowed * np.abs(wanted).max()
 
 
 @sample(jax=0)
@@ -50,11 +50,17 @@ def near(found, wanted, allowed=2e-6):
 def test_both_latent_forms_match_full_pass(sibling, absorb):
     """Chunks and steps with absorbed or expanded latents match one causal pass."""
     layer, outputs = module(sibling), []
-    held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
+    framework_weights = (
+        sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
+    )
     cache = layer.init_cache(2, 14)
     for begin, end in [(0, 7), (7, 8), (8, 12), (12, 13)]:
         output, cache = sibling.package.multi_head_latent_attention(
-            sibling.array(X[:, begin:end]), held(WEIGHTS, SPEC), SPEC, cache, absorb=absorb
+            sibling.array(X[:, begin:end]),
+            framework_weights(WEIGHTS, SPEC),
+            SPEC,
+            cache,
+            absorb=absorb,
         )
         outputs.append(sibling.numpy(output))
     assert near(np.concatenate(outputs, axis=1), expected(sibling))
@@ -67,26 +73,34 @@ def test_latent_factors_equal_scaled_norms(sibling, absorb):
     factors by more than 10%.
     """
     spec = replace(SPEC, latent=replace(SPEC.latent, q_factor=1.75, kv_factor=2.5))
-    held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
+    framework_weights = (
+        sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
+    )
     folded = {
         name: WEIGHTS[name] * factor
         for name, factor in (("q_a_norm.weight", 1.75), ("kv_a_norm.weight", 2.5))
     }
-    found = []
-    for weights, each in ((WEIGHTS, spec), (WEIGHTS | folded, SPEC), (WEIGHTS, SPEC)):
+    results = []
+    for weights, spec_of_layer in ((WEIGHTS, spec), (WEIGHTS | folded, SPEC), (WEIGHTS, SPEC)):
         cache, outputs = sibling.package.init_latent_cache(2, 13, 32, 8), []
         for begin, end in ((0, 12), (12, 13)):
             output, cache = sibling.package.multi_head_latent_attention(
-                sibling.array(X[:, begin:end]), held(weights, each), each, cache, absorb=absorb
+                sibling.array(X[:, begin:end]),
+                framework_weights(weights, spec_of_layer),
+                spec_of_layer,
+                cache,
+                absorb=absorb,
             )
             outputs.append(sibling.numpy(output))
-        whole = parity.load_into(sibling.module("MultiHeadSelfAttention", each), weights, each)
-        found += [
+        whole = parity.load_into(
+            sibling.module("MultiHeadSelfAttention", spec_of_layer), weights, spec_of_layer
+        )
+        results += [
             np.concatenate(outputs, axis=1),
             sibling.numpy(whole(sibling.array(X), is_causal=True)),
         ]
-    with_factors, _, *others = found
-    assert all(near(other, with_factors) for other in found[1:4])
+    with_factors, _, *others = results
+    assert all(near(other, with_factors) for other in results[1:4])
     assert not any(near(other, with_factors, 0.1) for other in others[2:])
 
 
@@ -125,8 +139,8 @@ def test_ragged_sequences_match_full_passes(sibling):
     for row, tokens in enumerate(([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 6, 7, 8])):
         whole = parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS, SPEC)
         wanted = sibling.numpy(whole(sibling.array(X[row : row + 1, tokens]), is_causal=True))
-        found = np.concatenate(outputs, axis=1)[row][tokens]
-        assert near(found, wanted[0])
+        rows = np.concatenate(outputs, axis=1)[row][tokens]
+        assert near(rows, wanted[0])
     assert not outputs[0][1, 3:].any()
     assert not outputs[1][1].any()
 
@@ -157,8 +171,8 @@ def test_cache_can_be_changed(sibling):
     assert sibling.numpy(cropped.lengths).tolist() == [2, 5]
     assert not sibling.numpy(cropped.latents)[0, 0, 2:].any()
     assert all(
-        isinstance(each, sibling.package.LatentCache)
-        for each in (reordered, repeated, grown, cropped)
+        isinstance(changed, sibling.package.LatentCache)
+        for changed in (reordered, repeated, grown, cropped)
     )
 
 
@@ -270,13 +284,18 @@ def test_nan_padding_reaches_no_gradient(sibling, absorb):
     """NaN in the padding of a prompt leaves the gradients of all weights finite and non-zero."""
     x = X[:, :5].copy()
     x[:, 3:] = np.nan
-    held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
-    weights, cache = held(WEIGHTS, SPEC), sibling.package.init_latent_cache(2, 6, 32, 8)
+    framework_weights = (
+        sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
+    )
+    weights, cache = (
+        framework_weights(WEIGHTS, SPEC),
+        sibling.package.init_latent_cache(2, 6, 32, 8),
+    )
 
     def loss(weights):
-        given = {"new_lengths": sibling.array([3, 3]), "absorb": absorb}
+        options = {"new_lengths": sibling.array([3, 3]), "absorb": absorb}
         output, _ = sibling.package.multi_head_latent_attention(
-            sibling.array(x), weights, SPEC, cache, **given
+            sibling.array(x), weights, SPEC, cache, **options
         )
         return (output**2).sum()
 
@@ -296,12 +315,12 @@ def test_nan_padding_reaches_no_gradient(sibling, absorb):
 class Wrapped(torch.nn.Module):
     """A projection with an additional one, as in LoRA."""
 
-    def __init__(self, held):
+    def __init__(self, module):
         super().__init__()
-        self.held, self.beside = held, torch.nn.Linear(32, 64, bias=False)
+        self.layer, self.beside = module, torch.nn.Linear(32, 64, bias=False)
 
     def forward(self, x):
-        return self.held(x) + self.beside(x)
+        return self.layer(x) + self.beside(x)
 
 
 def test_replaced_projection_is_used():
@@ -362,10 +381,10 @@ def test_gradients_reach_cached_latents():
     layer, x = module(sibling).double(), torch.from_numpy(X[:, :6]).double().requires_grad_()
     _, cache = layer(x[:, :5], layer.init_cache(2, 6))
     output, _ = layer(x[:, 5:], cache)
-    (found,) = torch.autograd.grad(output.sum(), x)
+    (gradient,) = torch.autograd.grad(output.sum(), x)
     whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS, SPEC).double()
     (wanted,) = torch.autograd.grad(whole(x, is_causal=True)[:, 5:].sum(), x)
-    assert near(found.numpy(), wanted.numpy(), 1e-12)
+    assert near(gradient.numpy(), wanted.numpy(), 1e-12)
 
 
 def test_unknown_overflow_in_jit_yields_nan():
@@ -396,5 +415,5 @@ def test_yarn_factor_is_kept_in_diagnosis():
     output, _ = mha_torch.multi_head_attention(
         torch.from_numpy(problem.inputs["query"]), weights, wrong
     )
-    (found,) = parity.diagnose({"output": output.numpy()}, problem).named
-    assert found.bugs == ("scale-by-value-head-dim",)
+    (finding,) = parity.diagnose({"output": output.numpy()}, problem).named
+    assert finding.bugs == ("scale-by-value-head-dim",)

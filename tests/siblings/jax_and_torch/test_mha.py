@@ -124,12 +124,14 @@ def gradients(sibling, function, arrays):
     if sibling.name == "jax":
         # One program, because an eager gradient compiles dozens of small ones that no other test
         # needs.
-        found = jax.jit(jax.grad(lambda arrays: function(arrays).astype(jnp.float32).sum()))(arrays)
+        computed = jax.jit(jax.grad(lambda arrays: function(arrays).astype(jnp.float32).sum()))(
+            arrays
+        )
     else:
         leaves = {name: x.requires_grad_() for name, x in arrays.items()}
         function(leaves).float().sum().backward()
-        found = {name: x.grad for name, x in leaves.items()}
-    return {name: sibling.numpy(x) for name, x in found.items()}
+        computed = {name: x.grad for name, x in leaves.items()}
+    return {name: sibling.numpy(x) for name, x in computed.items()}
 
 
 def dot_product_attention(sibling, form, query, key, value, **options):
@@ -163,14 +165,14 @@ def num_parameters(sibling, module):
 def test_empty_row_gradients_are_finite(sibling, path, dtype):
     """All gradients of weights and inputs are finite if one query may attend to no key."""
     mask = sibling.array(MASK)
-    found = gradients(
+    actual = gradients(
         sibling,
         lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0],
         problem(SPEC, dtype),
     )
     assert [
         name
-        for name, gradient in found.items()
+        for name, gradient in actual.items()
         if not np.isfinite(gradient.astype(np.float32)).all()
     ] == []
 
@@ -182,10 +184,10 @@ def test_fully_masked_gradients_are_finite(sibling, path):
     every key from every query.
     """
     mask = sibling.array(np.ones((3, 4), bool))
-    found = gradients(
+    actual = gradients(
         sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], problem(SPEC)
     )
-    assert [name for name, gradient in found.items() if not np.isfinite(gradient).all()] == []
+    assert [name for name, gradient in actual.items() if not np.isfinite(gradient).all()] == []
 
 
 @sample(jax=1)
@@ -193,10 +195,10 @@ def test_fully_masked_gradients_are_finite(sibling, path):
 def test_empty_row_query_gradient_is_zero(sibling, path):
     """The gradient of a query that may attend to no key is 0."""
     mask = sibling.array(MASK)
-    found = gradients(
+    actual = gradients(
         sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], problem(SPEC)
     )
-    assert not found["query"][0, 1].any()
+    assert not actual["query"][0, 1].any()
 
 
 @sample(jax=1)
@@ -204,10 +206,10 @@ def test_empty_row_query_gradient_is_zero(sibling, path):
 def test_infinite_bias_gradients_are_finite(sibling, path, dtype):
     """All gradients, including the bias's, are finite if the biases of one query are all -inf."""
     arrays = {**problem(SPEC, dtype), "bias": np.where(MASK, -np.inf, 0.5).astype(dtype)}
-    found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays)[0], arrays)
+    actual = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays)[0], arrays)
     assert [
         name
-        for name, gradient in found.items()
+        for name, gradient in actual.items()
         if not np.isfinite(gradient.astype(np.float32)).all()
     ] == []
 
@@ -292,11 +294,11 @@ def test_masked_token_gradients_are_finite(sibling, path, side):
     arrays[side][:, 3] = 1e30
     mask = sibling.array(MASK)
 
-    found = gradients(
+    actual = gradients(
         sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], arrays
     )
 
-    assert [name for name, gradient in found.items() if not np.isfinite(gradient).all()] == []
+    assert [name for name, gradient in actual.items() if not np.isfinite(gradient).all()] == []
 
 
 @sample(jax=1)
@@ -599,15 +601,15 @@ def test_scale_replaces_the_default_scale(sibling, need_weights):
     parity.load_into(doubled, parity.random_weights(SPEC), doubled.spec)
     usual = parity.load_into(sibling.module("MultiHeadAttention", SPEC), weights, SPEC)
 
-    found, expected = (
+    actual, expected = (
         module(query, key, need_weights=need_weights)[0] for module in (doubled, usual)
     )
 
-    assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
+    assert np.array_equal(sibling.numpy(actual), sibling.numpy(expected))
     plain = parity.load_into(
         sibling.module("MultiHeadAttention", SPEC), parity.random_weights(SPEC), SPEC
     )
-    assert not np.array_equal(sibling.numpy(found), sibling.numpy(plain(query, key)[0]))
+    assert not np.array_equal(sibling.numpy(actual), sibling.numpy(plain(query, key)[0]))
 
 
 @sample(jax=1)
@@ -618,21 +620,21 @@ def test_projections_are_clipped(sibling, fused_qkv):
     """
     spec = replace(SPEC, clip_qkv=0.25, fused_qkv=fused_qkv)
     x = sibling.array(problem(SPEC)["query"])
-    held = parity.random_weights(spec)
+    drawn_weights = parity.random_weights(spec)
     weights = (
-        sibling.backend.to_params(held, spec)
+        sibling.backend.to_params(drawn_weights, spec)
         if sibling.name == "jax"
-        else sibling.backend.to_state_dict(held, spec)
+        else sibling.backend.to_state_dict(drawn_weights, spec)
     )
     project = sibling.package.project_with(weights, spec)
     clipped = [
         sibling.numpy(heads) for heads in sibling.package.project_qkv(project, x, x, x, spec)
     ]
     plain = sibling.package.project_qkv(project, x, x, x, replace(spec, clip_qkv=None))
-    for found, heads in zip(clipped, plain, strict=True):
-        assert np.array_equal(found, np.clip(sibling.numpy(heads), -0.25, 0.25))
-        assert (np.abs(found) == 0.25).any()
-        assert (np.abs(found) < 0.25).any()
+    for projected, heads in zip(clipped, plain, strict=True):
+        assert np.array_equal(projected, np.clip(sibling.numpy(heads), -0.25, 0.25))
+        assert (np.abs(projected) == 0.25).any()
+        assert (np.abs(projected) < 0.25).any()
 
 
 @sample(jax=1)
@@ -683,12 +685,12 @@ def test_context_norm_divides_by_its_rms(sibling):
     plain = parity.AttentionSpec(8, 2, out_proj=False)
     normed = plain.replace(context_norm=Norm(over="width", weight=None, eps=1e-12))
     x = sibling.array(problem(plain)["query"])
-    before, found = (
+    before, actual = (
         sibling.numpy(filled(sibling, "MultiHeadAttention", spec)(x, x)[0]).astype(np.float64)
         for spec in (plain, normed)
     )
     expected = before / np.sqrt((before**2).mean(axis=-1, keepdims=True))
-    assert np.abs(found - expected).max() <= 8 * EPSILON * np.abs(expected).max()
+    assert np.abs(actual - expected).max() <= 8 * EPSILON * np.abs(expected).max()
 
 
 SOURCE = parity.AttentionSpec(
@@ -813,10 +815,10 @@ def test_gradients_of_large_float16_logits(sibling, form):
     """All gradients are finite for float16 scores of 113137, beyond the largest float16."""
     attend = attention_in(form, sibling.package)
     arrays = {name: np.full((1, 1, 3, 8), 200.0, np.float16) for name in ("query", "key", "value")}
-    found = gradients(sibling, lambda arrays: attend(**arrays)[0], arrays)
+    actual = gradients(sibling, lambda arrays: attend(**arrays)[0], arrays)
     assert [
         name
-        for name, gradient in found.items()
+        for name, gradient in actual.items()
         if not np.isfinite(gradient.astype(np.float32)).all()
     ] == []
 

@@ -54,23 +54,23 @@ def test_two_features_are_normalized(sibling, norm, parameters, expected):
     """Norms of two features match results on paper: RMS and layer norm, with
     weights, biases and `eps`.
     """
-    found = normed(sibling, X, norm, *parameters)[0, 0, 0]
-    assert np.abs(found - expected).max() <= 4 * EPSILON * np.abs(expected).max()
+    actual = normed(sibling, X, norm, *parameters)[0, 0, 0]
+    assert np.abs(actual - expected).max() <= 4 * EPSILON * np.abs(expected).max()
 
 
 def test_per_head_norm_weights(sibling):
     """With `per_head=True`, each head is multiplied by its own weight."""
     weight = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     heads = np.broadcast_to(X, (2, 3, 5, 2))
-    found = normed(sibling, heads, Norm(per_head=True, **TINY), weight)
-    assert np.abs(found - weight[:, None] * RMS).max() <= 16 * EPSILON
+    actual = normed(sibling, heads, Norm(per_head=True, **TINY), weight)
+    assert np.abs(actual - weight[:, None] * RMS).max() <= 16 * EPSILON
 
 
 def test_norm_over_the_whole_width(sibling):
     """A norm over the width divides by the root mean square of all features of a token."""
     tokens = np.array([[[3.0, 4.0, 0.0, 0.0]]], np.float32)
-    found = normed(sibling, tokens, Norm(over="width", weight=None, **TINY))
-    assert np.abs(found - np.array([3.0, 4.0, 0.0, 0.0]) / 2.5).max() <= 4 * EPSILON
+    actual = normed(sibling, tokens, Norm(over="width", weight=None, **TINY))
+    assert np.abs(actual - np.array([3.0, 4.0, 0.0, 0.0]) / 2.5).max() <= 4 * EPSILON
 
 
 def test_half_precision_norm_rounds_once(sibling, rng):
@@ -82,14 +82,14 @@ def test_half_precision_norm_rounds_once(sibling, rng):
     exact = (
         wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-6) * weight.astype(np.float64)
     )
-    found = normed(sibling, x, Norm(), weight, dtype=np.float16)
-    assert found.dtype == np.float16
+    actual = normed(sibling, x, Norm(), weight, dtype=np.float16)
+    assert actual.dtype == np.float16
     nearest = exact.astype(np.float16)
     assert (
-        np.abs(found.astype(np.float64) - nearest).max()
+        np.abs(actual.astype(np.float64) - nearest).max()
         <= np.spacing(np.abs(nearest).max()).astype(np.float64) / 2
     )
-    assert (found == nearest).mean() > 0.999
+    assert (actual == nearest).mean() > 0.999
 
 
 def test_norm_of_integers_raises(sibling):
@@ -122,9 +122,11 @@ def test_norms_change_the_output(sibling, spec, rng):
     left = {name: w for name, w in weights.items() if name not in spec.parameters}
     outputs = [
         sibling.numpy(
-            parity.load_into(sibling.module("MultiHeadAttention", each), held, each)(x)[0]
+            parity.load_into(
+                sibling.module("MultiHeadAttention", spec_of_layer), weights_of_layer, spec_of_layer
+            )(x)[0]
         )
-        for each, held in ((spec, weights), (bare, left))
+        for spec_of_layer, weights_of_layer in ((spec, weights), (bare, left))
     ]
     assert np.abs(outputs[0] - outputs[1]).max() > 0.01
 
@@ -143,12 +145,12 @@ def test_norms_with_cache_match_one_pass(sibling, spec, rng):
     output, cache = module(
         sibling.array(x[:, :3]), module.init_cache(3, 6), new_lengths=sibling.array(lengths)
     )
-    found = [sibling.numpy(output)[b, : lengths[b]] for b in range(3)]
+    actual = [sibling.numpy(output)[b, : lengths[b]] for b in range(3)]
     for step in range(3):
         tokens = np.stack([x[b, [lengths[b] + step]] for b in range(3)])
         output, cache = module(sibling.array(tokens), cache)
-        found = [np.concatenate([found[b], sibling.numpy(output)[b]]) for b in range(3)]
-    for b, rows in enumerate(found):
+        actual = [np.concatenate([actual[b], sibling.numpy(output)[b]]) for b in range(3)]
+    for b, rows in enumerate(actual):
         assert (
             np.abs(rows - expected[b, : len(rows)]).max() <= 16 * EPSILON * np.abs(expected).max()
         )
@@ -159,11 +161,13 @@ def test_missing_norm_weight_raises(sibling, rng):
     spec = SPECS["head"]
     x = sibling.array(rng.standard_normal((1, 3, 16)).astype(np.float32))
     weights = sibling.backend
-    held = {name: w for name, w in parity.random_weights(spec).items() if name != "k_norm.weight"}
+    other_weights = {
+        name: w for name, w in parity.random_weights(spec).items() if name != "k_norm.weight"
+    }
     container = (
-        weights.to_params(held, spec)
+        weights.to_params(other_weights, spec)
         if sibling.name == "jax"
-        else weights.to_state_dict(held, spec)
+        else weights.to_state_dict(other_weights, spec)
     )
     with rejects("weights", missing=["k_norm.weight"], unexpected=[]):
         sibling.package.multi_head_attention(x, container, spec)

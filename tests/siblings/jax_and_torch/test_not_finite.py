@@ -104,9 +104,9 @@ def sees_bad(hidden):
     """
     bad_keys = np.zeros((3, 4, 1, NUM_KEYS), bool)
     bad_keys[0, 2:, :, NAN_KEY] = bad_keys[1, :2, :, NAN_VALUE] = True
-    found = (~hidden & bad_keys).any(axis=-1)
-    found[2, 3, [2, EMPTY_ROWS[0]]] = ~hidden[2, 3, [2, EMPTY_ROWS[0]]].all(axis=-1)
-    return found
+    sees = (~hidden & bad_keys).any(axis=-1)
+    sees[2, 3, [2, EMPTY_ROWS[0]]] = ~hidden[2, 3, [2, EMPTY_ROWS[0]]].all(axis=-1)
+    return sees
 
 
 both_bad = pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
@@ -123,12 +123,14 @@ def results_of(sibling, function, arrays, cotangent):
             result, pull_back = jax.vjp(lambda arrays: function(**arrays), arrays)
             return result, pull_back(jnp.asarray(cotangent))[0]
 
-        result, found = both({name: jnp.asarray(x) for name, x in arrays.items()})
-        return np.asarray(result), {name: np.asarray(x) for name, x in found.items()}
+        result, gradients = both({name: jnp.asarray(x) for name, x in arrays.items()})
+        return np.asarray(result), {name: np.asarray(x) for name, x in gradients.items()}
     leaves = {name: torch.from_numpy(x.copy()).requires_grad_() for name, x in arrays.items()}
     result = function(**leaves)
-    found = torch.autograd.grad(result, list(leaves.values()), torch.from_numpy(cotangent))
-    return result.detach().numpy(), {name: x.numpy() for name, x in zip(leaves, found, strict=True)}
+    gradients = torch.autograd.grad(result, list(leaves.values()), torch.from_numpy(cotangent))
+    return result.detach().numpy(), {
+        name: x.numpy() for name, x in zip(leaves, gradients, strict=True)
+    }
 
 
 # ---- Padding -------------------------------------------------------------------------------------
@@ -166,11 +168,13 @@ def test_bad_padding_of_heads_reaches_no_row(sibling, path, kind, bad):
         }
         for side in arrays.keys() - {"query"}:
             arrays[side].swapaxes(1, 2)[is_padding] = padding
-        given = {} if path != "weights" else {"value": sibling.array(heads()["value"])}
-        results.append(results_of(sibling, functools.partial(function, **given), arrays, cotangent))
-    (expected, expected_gradients), (found, gradients) = results
+        arrays_given = {} if path != "weights" else {"value": sibling.array(heads()["value"])}
+        results.append(
+            results_of(sibling, functools.partial(function, **arrays_given), arrays, cotangent)
+        )
+    (expected, expected_gradients), (actual, gradients) = results
     assert np.isfinite(expected).all()
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
     for name, gradient in gradients.items():
         assert np.isfinite(gradient).all(), name
         np.testing.assert_array_equal(gradient, expected_gradients[name])
@@ -226,7 +230,7 @@ def test_bad_padding_reaches_no_real_token(sibling, layer, bad, need_weights):
     cotangent = (
         np.random.default_rng(3).standard_normal((3, 9, 16)).astype(np.float32) * is_real[..., None]
     )
-    (expected, expected_gradients), (found, gradients) = (
+    (expected, expected_gradients), (actual, gradients) = (
         results_of(
             sibling,
             function,
@@ -236,7 +240,7 @@ def test_bad_padding_reaches_no_real_token(sibling, layer, bad, need_weights):
         for padding in (0.0, bad)
     )
     assert np.isfinite(expected).all()
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
     assert set(gradients) == {"x", *weights}
     for name, gradient in gradients.items():
         assert np.isfinite(gradient).all(), name
@@ -255,11 +259,11 @@ def test_finite_padding_keeps_its_outputs(sibling, need_weights):
         sibling.array(np.concatenate([tokens(9)] * 2)),
     )
     hidden = sibling.package.create_padding_mask(sibling.array(lengths), 9)
-    found, _ = module(x, key_padding_lengths=lengths, need_weights=need_weights)
+    output, _ = module(x, key_padding_lengths=lengths, need_weights=need_weights)
     expected, _ = module(x, mask=hidden, need_weights=need_weights)
-    found, expected = (sibling.numpy(each) for each in (found, expected))
-    sibling.assert_close(found, expected, within=4e-6)
-    assert len({row.tobytes() for row in found[0].round(3)}) == 9  # each by its own query
+    output, expected = (sibling.numpy(output) for output in (output, expected))
+    sibling.assert_close(output, expected, within=4e-6)
+    assert len({row.tobytes() for row in output[0].round(3)}) == 9  # each by its own query
 
 
 def test_nan_of_a_separate_query_stays(sibling):
@@ -307,9 +311,9 @@ def test_bad_padding_of_shared_keys(sibling):
             return module(x, keys, values, key_padding_lengths=[3, 9])[0]
 
         results.append(results_of(sibling, function, x, np.ones((2, 9, 16), np.float32)))
-    (expected, expected_gradients), (found, gradients) = results
+    (expected, expected_gradients), (actual, gradients) = results
     assert np.isfinite(gradients["x"]).all()
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
     np.testing.assert_array_equal(gradients["x"], expected_gradients["x"])
 
 
@@ -327,7 +331,7 @@ def test_bad_padding_leaves_cache_unchanged(sibling, capacity, bad):
     x = np.concatenate([x, x])
     spoilt = x.copy()
     spoilt[0, 3:] = bad
-    lengths, found = [3, 9], []
+    lengths, actual = [3, 9], []
     for prompt in (x, spoilt):
         output, cache = module(
             sibling.array(prompt),
@@ -335,9 +339,9 @@ def test_bad_padding_leaves_cache_unchanged(sibling, capacity, bad):
             new_lengths=sibling.array(lengths),
         )
         step, cache = module(sibling.array(x[:, :1]), cache)
-        found.append([sibling.numpy(part) for part in (output, step, cache.keys, cache.values)])
-    assert all(np.isfinite(part).all() for part in found[0])
-    for ours, expected in zip(found[1], found[0], strict=True):
+        actual.append([sibling.numpy(part) for part in (output, step, cache.keys, cache.values)])
+    assert all(np.isfinite(part).all() for part in actual[0])
+    for ours, expected in zip(actual[1], actual[0], strict=True):
         np.testing.assert_array_equal(ours, expected)
 
 
@@ -360,8 +364,8 @@ def test_bad_prompt_padding_keeps_gradients(sibling):
     x[0, 3:], spoilt[0, 3:] = 0.0, np.nan
     cotangent = np.random.default_rng(3).standard_normal((2, 9, 16)).astype(np.float32)
     _, expected = results_of(sibling, function, {"x": x} | weights, cotangent)
-    _, found = results_of(sibling, function, {"x": spoilt} | weights, cotangent)
-    for name, gradient in found.items():
+    _, actual = results_of(sibling, function, {"x": spoilt} | weights, cotangent)
+    for name, gradient in actual.items():
         assert np.isfinite(gradient).all(), name
         np.testing.assert_array_equal(gradient, expected[name])
 
@@ -415,11 +419,11 @@ def attend_contained(sibling, kernel):
     return run
 
 
-def assert_rows(found, expected, bad_rows):
+def assert_rows(actual, expected, bad_rows):
     assert bad_rows.any()
     assert not bad_rows.all()
-    assert not np.isfinite(found[bad_rows].astype(np.float32)).all(axis=-1).any(), "swallowed"
-    np.testing.assert_array_equal(found[~bad_rows], expected[~bad_rows], "leaked")
+    assert not np.isfinite(actual[bad_rows].astype(np.float32)).all(axis=-1).any(), "swallowed"
+    np.testing.assert_array_equal(actual[~bad_rows], expected[~bad_rows], "leaked")
 
 
 @sample(12, jax=1)
@@ -431,13 +435,13 @@ def test_non_finite_values_stay_in_rows(attend_contained, kind, bad):
     and rows without a key are 0.
     """
     hidden, keywords = hidden_by(**KINDS[kind]), KINDS[kind]
-    expected, found = (
+    expected, actual = (
         attend_contained(**heads(), **keywords),
         attend_contained(**spoilt_heads(bad), **keywords),
     )
     assert np.isfinite(expected).all()
-    assert_rows(found, expected, sees_bad(hidden))
-    assert not found[hidden.all(axis=-1)].any()
+    assert_rows(actual, expected, sees_bad(hidden))
+    assert not actual[hidden.all(axis=-1)].any()
 
 
 @sample(jax=2)
@@ -449,11 +453,11 @@ def test_contained_kernel_of_finite_inputs(sibling, kernel, kind):
     """
     hides = {name: sibling.option(x) for name, x in KINDS[kind].items()}
     cotangent = np.random.default_rng(3).standard_normal(heads()["query"].shape).astype(np.float32)
-    (expected, expected_gradients), (found, gradients) = (
-        results_of(sibling, functools.partial(attend_with, each, **hides), heads(), cotangent)
-        for each in (kernel_of(sibling, kernel), contained_kernel(sibling, kernel))
+    (expected, expected_gradients), (actual, gradients) = (
+        results_of(sibling, functools.partial(attend_with, attend, **hides), heads(), cotangent)
+        for attend in (kernel_of(sibling, kernel), contained_kernel(sibling, kernel))
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
     for name, gradient in gradients.items():
         np.testing.assert_array_equal(gradient, expected_gradients[name])
 
@@ -467,8 +471,8 @@ def test_half_precision_nan_stays_in_rows(attend_contained, kind, dtype):
     are unchanged bit for bit.
     """
     expected = attend_contained(**heads(dtype), **KINDS[kind])
-    found = attend_contained(**spoilt_heads(np.nan, dtype), **KINDS[kind])
-    assert_rows(found, expected, sees_bad(hidden_by(**KINDS[kind])))
+    actual = attend_contained(**spoilt_heads(np.nan, dtype), **KINDS[kind])
+    assert_rows(actual, expected, sees_bad(hidden_by(**KINDS[kind])))
 
 
 @sample(jax=2)
@@ -481,9 +485,9 @@ def test_row_of_infinite_scores_is_nan(attend_contained, kind):
     arrays = {name: x.copy() for name, x in heads().items()}
     arrays["query"][0, 1, 4], arrays["key"][0, 0] = 1e30, -1e30
     hidden = hidden_by(**KINDS[kind])
-    found = attend_contained(**arrays, **KINDS[kind])
+    actual = attend_contained(**arrays, **KINDS[kind])
     assert not hidden[0, 1, 4].all()
-    assert np.isnan(found[0, 1, 4]).all()
+    assert np.isnan(actual[0, 1, 4]).all()
 
 
 @sample(jax=2)
@@ -494,9 +498,9 @@ def test_bias_that_is_not_finite(sibling, attend_contained, bad):
     bias = np.zeros((NUM_QUERIES, NUM_KEYS), np.float32)
     expected = attend_contained(**heads(), is_causal=True, bias=bias)
     bias[7, 3] = bias[4, 9] = bad  # the second is after its query
-    found = attend_contained(**heads(), is_causal=True, bias=bias)
-    assert np.isnan(found[:, :, 7]).all()
-    np.testing.assert_array_equal(np.delete(found, 7, axis=2), np.delete(expected, 7, axis=2))
+    actual = attend_contained(**heads(), is_causal=True, bias=bias)
+    assert np.isnan(actual[:, :, 7]).all()
+    np.testing.assert_array_equal(np.delete(actual, 7, axis=2), np.delete(expected, 7, axis=2))
 
 
 @sample(jax=1)
@@ -514,14 +518,14 @@ def test_hidden_nan_keys_keep_gradients(sibling, kernel, kind):
     hides = {name: sibling.option(x) for name, x in KINDS[kind].items()}
     function = functools.partial(attend_with, contained_kernel(sibling, kernel), **hides)
     cotangent = np.random.default_rng(3).standard_normal(heads()["query"].shape).astype(np.float32)
-    (_, expected), (_, found) = (
-        results_of(sibling, function, each, cotangent) for each in (emptied, spoilt)
+    (_, expected), (_, actual) = (
+        results_of(sibling, function, inputs, cotangent) for inputs in (emptied, spoilt)
     )
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         np.testing.assert_array_equal(gradient, expected[name])
         assert np.isfinite(gradient).all()
-    assert not found["key"][unseen].any()
-    assert not found["value"][unseen].any()
+    assert not actual["key"][unseen].any()
+    assert not actual["value"][unseen].any()
 
 
 @pytest.mark.parametrize("span", [{}, {"window_size": 6}], ids=["lengths", "window"])
@@ -548,13 +552,13 @@ def test_library_path_keeps_nan_in_its_rows(monkeypatch, span):
         return context, pull_back(jnp.ones_like(context))[0]
 
     expected, expected_gradients = jax.tree.map(np.asarray, attend(heads()))
-    found, gradients = jax.tree.map(np.asarray, attend(spoilt_heads(np.nan)))
+    actual, gradients = jax.tree.map(np.asarray, attend(spoilt_heads(np.nan)))
     assert np.isfinite(expected).all()
     bad_rows = sees_bad(hidden)
-    assert_rows(found, expected, bad_rows)
+    assert_rows(actual, expected, bad_rows)
     empty = hidden.all(axis=-1)
     assert empty.any()
-    assert not found[empty].any()
+    assert not actual[empty].any()
     assert not gradients["query"][empty].any()
     is_clean = ~bad_rows.any(axis=(1, 2))  # sequences in which no row attends to it
     assert is_clean.tolist() == [False, True, False]
@@ -658,9 +662,9 @@ def test_nan_token_affects_only_later_tokens(sibling, seq_len):
     )
     expected = sibling.numpy(module(sibling.array(x), is_causal=True))
     x[:, 40, 2] = np.nan
-    found = sibling.numpy(module(sibling.array(x), is_causal=True))
-    np.testing.assert_array_equal(found[:, :40], expected[:, :40])
-    assert np.isnan(found[:, 40:]).all()
+    actual = sibling.numpy(module(sibling.array(x), is_causal=True))
+    np.testing.assert_array_equal(actual[:, :40], expected[:, :40])
+    assert np.isnan(actual[:, 40:]).all()
 
 
 @sample(jax=1)
@@ -671,7 +675,7 @@ def test_nan_in_unfilled_slots_has_no_effect(sibling, capacity, new):
     output of a step or chunk.
     """
     module = contained_module(sibling, "MultiHeadAttentionWithCache", AttentionSpec(16, 4))
-    x, found = np.concatenate([tokens(9)] * 2), []
+    x, outputs = np.concatenate([tokens(9)] * 2), []
     for bad in (0.0, np.nan):
         _, cache = module(
             sibling.array(x), module.init_cache(2, capacity), new_lengths=sibling.array([4, 9])
@@ -680,9 +684,9 @@ def test_nan_in_unfilled_slots_has_no_effect(sibling, capacity, new):
         for part in (keys, values):
             part[0, :, 4 + new :] = part[1, :, 9 + new :] = bad
         cache = type(cache)(sibling.array(keys), sibling.array(values), cache.lengths)
-        found.append(sibling.numpy(module(sibling.array(x[:, :new]), cache)[0]))
-    assert np.isfinite(found[0]).all()
-    np.testing.assert_array_equal(found[1], found[0])
+        outputs.append(sibling.numpy(module(sibling.array(x[:, :new]), cache)[0]))
+    assert np.isfinite(outputs[0]).all()
+    np.testing.assert_array_equal(outputs[1], outputs[0])
 
 
 @sample(jax=1)
@@ -693,16 +697,16 @@ def test_nan_in_cache_stays_in_its_sequence(sibling, capacity, part):
     NaN, and changes no bit of another.
     """
     module = contained_module(sibling, "MultiHeadAttentionWithCache", AttentionSpec(16, 4))
-    x, found = np.concatenate([tokens(9)] * 2), []
+    x, outputs = np.concatenate([tokens(9)] * 2), []
     for bad in (False, True):
         _, cache = module(sibling.array(x), module.init_cache(2, capacity))
         parts = {name: sibling.numpy(getattr(cache, name)).copy() for name in ("keys", "values")}
         if bad:
             parts[part][0, :, 4] = np.nan
         cache = type(cache)(*map(sibling.array, parts.values()), cache.lengths)
-        found.append(sibling.numpy(module(sibling.array(x[:, :1]), cache)[0]))
-    assert np.isnan(found[1][0]).all()
-    np.testing.assert_array_equal(found[1][1], found[0][1])
+        outputs.append(sibling.numpy(module(sibling.array(x[:, :1]), cache)[0]))
+    assert np.isnan(outputs[1][0]).all()
+    np.testing.assert_array_equal(outputs[1][1], outputs[0][1])
 
 
 def test_nan_token_in_cache(sibling):
@@ -718,7 +722,7 @@ def test_nan_token_in_cache(sibling):
     x = tokens(8)
     spoilt = x.copy()
     spoilt[:, 5, 1] = np.nan
-    found = []
+    outputs = []
     for prompt in (x, spoilt):
         parts, cache = [], sibling.package.init_cache(len(prompt), 4, 8, 4)
         for begin, end in ((0, 6), (6, 8)):
@@ -730,9 +734,9 @@ def test_nan_token_in_cache(sibling):
                 kernel=contained_kernel(sibling),
             )
             parts.append(sibling.numpy(output.detach() if sibling.name == "torch" else output))
-        found.append(np.concatenate(parts, axis=1))
-    np.testing.assert_array_equal(found[1][:, :5], found[0][:, :5])
-    assert np.isnan(found[1][:, 5:]).all()
+        outputs.append(np.concatenate(parts, axis=1))
+    np.testing.assert_array_equal(outputs[1][:, :5], outputs[0][:, :5])
+    assert np.isnan(outputs[1][:, 5:]).all()
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
@@ -794,14 +798,14 @@ GATED = AttentionSpec(16, 2, window_size=2, gate=Gate())
 @pytest.fixture
 def looks(monkeypatch):
     """Record each read of a tensor's value, which on a GPU waits for its result."""
-    found = []
+    marks = []
 
     def noted(look):
-        return lambda x: (found.append(x), look(x))[1]
+        return lambda x: (marks.append(x), look(x))[1]
 
     for name in ("tolist", "item", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, noted(getattr(torch.Tensor, name)))
-    return found
+    return marks
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True], ids=["", "gradient"])

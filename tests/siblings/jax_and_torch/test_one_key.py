@@ -253,17 +253,17 @@ def wrong_in(results, size, dtype):
         hiding = every[name]
         empty = is_hidden(hiding, *lengths).all(axis=-1)
         for key, array in results[name].items():
-            found, expected = array.astype(np.float64), expected_values(size, dtype)[name][key]
+            actual, expected = array.astype(np.float64), expected_values(size, dtype)[name][key]
             allowed = (
                 UNITS[dtype]
                 * unit_of_rounding(dtype)
                 * max(lengths[0] ** 0.5, np.abs(expected).max())
             )
-            if not np.abs(found - expected).max() <= allowed:  # nor if it is NaN
+            if not np.abs(actual - expected).max() <= allowed:  # nor if it is NaN
                 wrong.append(f"{name}: {key}")
-            if key == "grad.query" and found[empty].any():
+            if key == "grad.query" and actual[empty].any():
                 wrong.append(f"{name}: gradient of rows without a key")
-            if key == "context" and found[empty].any() and not hiding.fields.get("sinks"):
+            if key == "context" and actual[empty].any() and not hiding.fields.get("sinks"):
                 wrong.append(f"{name}: rows without a key")
     return wrong
 
@@ -304,7 +304,7 @@ def results_in_jax(attend, size, dtype, names):
     are_static = {
         name: {key for key, x in hidden.items() if x is True} for name, hidden in masks.items()
     }
-    given = {
+    constants = {
         name: {key: x for key, x in hidden.items() if x is not True}
         for name, hidden in masks.items()
     }
@@ -321,28 +321,29 @@ def results_in_jax(attend, size, dtype, names):
             {} if attn_weights is None else {"attn_weights": attn_weights}
         )
 
-    def run(arrays, given):
+    def run(arrays, constants):
         return {
-            name: one(every[name], are_static[name], arrays[name], given[name]) for name in every
+            name: one(every[name], are_static[name], arrays[name], constants[name])
+            for name in every
         }
 
-    found = jax.jit(run)(jax.tree.map(jnp.asarray, arrays), given)
-    return jax.tree.map(np.asarray, found)
+    results = jax.jit(run)(jax.tree.map(jnp.asarray, arrays), constants)
+    return jax.tree.map(np.asarray, results)
 
 
 def results_in_torch(attend, size, dtype):
     """Return the results of every hiding."""
-    lengths, found = SIZES[size], {}
+    lengths, results = SIZES[size], {}
     for name, hiding in hidings(*lengths).items():
         arrays = {
             key: torch_backend.from_numpy(x)
             for key, x in drawn(hiding, *lengths, DTYPES[dtype]).items()
         }
         masks = on_arrays(hiding, torch_backend.from_numpy)
-        found[name] = with_gradients_in_torch(
+        results[name] = with_gradients_in_torch(
             functools.partial(attend, spec=spec_of(hiding), **masks), arrays
         )
-    return found
+    return results
 
 
 SMALL = FusedAttention(few_scores=0, queries=2, keys=2, last_keys=1)

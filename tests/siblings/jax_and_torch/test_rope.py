@@ -155,8 +155,8 @@ def test_features_are_rotated_in_pairs(sibling, rope, partner):
         expected[first, first] = expected[second, second] = math.cos(2)
         expected[first, second], expected[second, first] = math.sin(2), -math.sin(2)
     x = np.eye(6, dtype=np.float32)[None, None]
-    found = rotated_by(sibling, x, [[2] * 6], rope)[0, 0]
-    assert found == pytest.approx(expected, abs=3 * EPSILON)
+    actual = rotated_by(sibling, x, [[2] * 6], rope)[0, 0]
+    assert actual == pytest.approx(expected, abs=3 * EPSILON)
 
 
 def test_partial_rotation_frequencies():
@@ -256,10 +256,10 @@ def test_sections_use_positions_of_own_axis(sibling, rng, order):
         rng.standard_normal((2, 1, 3, 8)).astype(np.float32),
         rng.integers(0, 9, (3, 2, 3)),
     )
-    found = rotated_by(sibling, x, positions.astype(np.int32), rope)
+    actual = rotated_by(sibling, x, positions.astype(np.int32), rope)
     for pair, axis in enumerate(axes):
         alone = rotated_by(sibling, x, positions[axis].astype(np.int32), Rope(100.0))
-        assert np.array_equal(found[..., [pair, pair + 4]], alone[..., [pair, pair + 4]])
+        assert np.array_equal(actual[..., [pair, pair + 4]], alone[..., [pair, pair + 4]])
 
 
 @sample(jax=1)
@@ -278,8 +278,8 @@ def test_section_frequencies_match_series(sibling, rng, series, exponents, order
         rng.standard_normal((2, 1, 3, 8)).astype(np.float32),
         rng.integers(0, 9, (2, 2, 3)),
     )
-    found = rotated_by(sibling, x, positions.astype(np.int32), rope)
-    before, after = x[..., :4] + 1j * x[..., 4:], found[..., :4] + 1j * found[..., 4:]
+    actual = rotated_by(sibling, x, positions.astype(np.int32), rope)
+    before, after = x[..., :4] + 1j * x[..., 4:], actual[..., :4] + 1j * actual[..., 4:]
     angles = np.moveaxis(positions[axes], 0, -1) * 81.0 ** -np.array(exponents)
     assert np.abs(after - before * np.exp(1j * angles[:, None])).max() < 1e-5
 
@@ -319,15 +319,15 @@ def test_ragged_steps_match_single_sequences(sibling, rng, kind):
     x = rng.standard_normal((2, 9, 16)).astype(np.float32)
 
     def run(rows, steps):
-        cache, found, at = layer.init_cache(len(rows), 9), [], 0
+        cache, outputs, at = layer.init_cache(len(rows), 9), [], 0
         for chunk, lengths in steps:
             tokens = sibling.array(x[rows, at : at + chunk])
             output, cache = layer(
                 tokens, cache, new_lengths=sibling.array([lengths[row] for row in rows])
             )
-            found.append(sibling.numpy(output))
+            outputs.append(sibling.numpy(output))
             at += chunk
-        return found
+        return outputs
 
     steps = [(4, [4, 2]), (1, [1, 1]), (3, [3, 2]), (1, [1, 1])]
     together = run([0, 1], steps)
@@ -346,9 +346,9 @@ def test_layer_uses_given_positions(sibling, rng):
     x = sibling.array(rng.standard_normal((2, 3, 8)).astype(np.float32))
 
     default, _ = module(x)
-    given, _ = module(x, positions=sibling.array([[0, 1, 9]]))
+    at_positions, _ = module(x, positions=sibling.array([[0, 1, 9]]))
 
-    assert np.abs(sibling.numpy(default) - sibling.numpy(given)).max() > 1e-3
+    assert np.abs(sibling.numpy(default) - sibling.numpy(at_positions)).max() > 1e-3
 
 
 REJECTIONS = {
@@ -455,21 +455,21 @@ def test_frequencies_over_head_dim_are_named(scaling, monkeypatch):
         torch.from_numpy(problem.inputs["query"]), weights, spec
     )
     monkeypatch.undo()
-    (found,) = parity.diagnose({"output": output.numpy()}, problem).named
-    assert found.bugs == ("rope-frequencies-over-head-dim",)
+    (finding,) = parity.diagnose({"output": output.numpy()}, problem).named
+    assert finding.bugs == ("rope-frequencies-over-head-dim",)
 
 
 @pytest.mark.parametrize("name", ["rope-sections", "rope-sections-interleaved"])
 def test_ignored_sections_are_named(name):
     """A layer that uses text positions on all axes is diagnosed as `rope-sections-ignored`."""
     problem = parity.make_problem(parity.CASES[name], "float32")
-    weights = {each: torch.from_numpy(weight) for each, weight in problem.weights.items()}
+    weights = {name: torch.from_numpy(weight) for name, weight in problem.weights.items()}
     x = torch.from_numpy(problem.inputs["query"])
     output, _ = mha_torch.multi_head_attention(
         x, weights, problem.spec, is_causal=problem.case.is_causal
     )
-    (found,) = parity.diagnose({"output": output.numpy()}, problem).named
-    assert found.bugs == ("rope-sections-ignored",)
+    (finding,) = parity.diagnose({"output": output.numpy()}, problem).named
+    assert finding.bugs == ("rope-sections-ignored",)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 1), (5,)])

@@ -45,8 +45,8 @@ def test_layer_passes_arguments_to_kernel(sibling):
     bias = sibling.array(np.random.default_rng(1).standard_normal((5, 5)).astype(np.float32))
     expected, _ = layer(x, is_causal=True, bias=bias)
     layer.kernel = kernel = Noting(sibling)
-    found, attn_weights = layer(x, is_causal=True, bias=bias)
-    np.testing.assert_allclose(sibling.numpy(found), sibling.numpy(expected), rtol=1e-5, atol=1e-6)
+    actual, attn_weights = layer(x, is_causal=True, bias=bias)
+    np.testing.assert_allclose(sibling.numpy(actual), sibling.numpy(expected), rtol=1e-5, atol=1e-6)
     ((query, key, value, mask, scores),) = kernel.calls
     assert attn_weights is None
     assert [tuple(x.shape) for x in (query, key, value)] == [
@@ -76,8 +76,8 @@ def test_plain_sdpa_matches_default_kernel(sibling, spec, hides):
     }
     expected, _ = layer(x, **hides)
     layer.kernel = sibling.package.plain_sdpa
-    found, _ = layer(x, **hides)
-    np.testing.assert_allclose(sibling.numpy(found), sibling.numpy(expected), rtol=1e-5, atol=1e-6)
+    actual, _ = layer(x, **hides)
+    np.testing.assert_allclose(sibling.numpy(actual), sibling.numpy(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_attention_weights_bypass_the_kernel(sibling):
@@ -102,8 +102,8 @@ def test_cached_layers_call_their_kernel(sibling, kind):
         step, _ = layer(tokens(sibling, 1, spec), cache)
         outputs.append([sibling.numpy(x) for x in (prompt, step)])
     assert len(kernel.calls) == 2
-    for expected, found in zip(*outputs, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    for expected, actual in zip(*outputs, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_single_token_uses_kernel_step():
@@ -160,8 +160,8 @@ def test_contained_kernel_keeps_methods(sibling):
     assert methods == {"jax": ["step", "find_padding"], "torch": ["check"]}[sibling.name]
     expected, _ = filled(sibling, "MultiHeadAttention", SPEC)(x, key_padding_lengths=[1, 1])
     cross.kernel = sibling.package.contained(Noting(sibling))
-    found, _ = cross(x, key_padding_lengths=[1, 1])
-    np.testing.assert_allclose(sibling.numpy(found), sibling.numpy(expected), rtol=1e-5, atol=1e-6)
+    actual, _ = cross(x, key_padding_lengths=[1, 1])
+    np.testing.assert_allclose(sibling.numpy(actual), sibling.numpy(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_functions_accept_a_kernel(sibling):
@@ -169,9 +169,9 @@ def test_functions_accept_a_kernel(sibling):
     layer, x = filled(sibling, "MultiHeadAttention", SPEC), tokens(sibling)
     weights = sibling.weights_of(layer)
     kernel = Noting(sibling)
-    found, _ = sibling.package.multi_head_attention(x, weights, SPEC, kernel=kernel)
+    actual, _ = sibling.package.multi_head_attention(x, weights, SPEC, kernel=kernel)
     np.testing.assert_allclose(
-        sibling.numpy(found), sibling.numpy(layer(x)[0]), rtol=1e-5, atol=1e-6
+        sibling.numpy(actual), sibling.numpy(layer(x)[0]), rtol=1e-5, atol=1e-6
     )
     assert len(kernel.calls) == 1
 

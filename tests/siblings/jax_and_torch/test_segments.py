@@ -57,8 +57,8 @@ def test_packed_sequences_match_single_ones(sibling, window_size):
     spec = AttentionSpec(16, 4, num_kv_heads=2, rope=Rope(10000.0), window_size=window_size)
     layer, x = sibling.module("MultiHeadSelfAttention", spec), drawn(2, 13, 16)
     positions = np.tril(PACKED[:, :, None] == PACKED[:, None], -1).sum(axis=2).astype(np.int32)
-    told = {"segment_ids": sibling.array(PACKED), "positions": sibling.array(positions)}
-    packed = sibling.numpy(layer(sibling.array(x), is_causal=True, **told))
+    options = {"segment_ids": sibling.array(PACKED), "positions": sibling.array(positions)}
+    packed = sibling.numpy(layer(sibling.array(x), is_causal=True, **options))
     for row, ids in enumerate(PACKED):
         for own in np.unique(ids):
             alone = sibling.numpy(layer(sibling.array(x[None, row, ids == own]), is_causal=True))
@@ -83,8 +83,8 @@ def test_cross_attention_accepts_id_pairs(sibling):
     )
     pair = tuple(map(sibling.array, ([[0, 1, 2]], [[1, 1, 0, 0, 0]])))
     _, weights = layer(sibling.array(x), sibling.array(memory), segment_ids=pair, need_weights=True)
-    seen = np.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], bool)
-    assert np.array_equal(sibling.numpy(weights)[0, 0] > 0, seen)
+    is_visible = np.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], bool)
+    assert np.array_equal(sibling.numpy(weights)[0, 0] > 0, is_visible)
 
 
 def test_segment_mask_matches_table(sibling):
@@ -148,24 +148,30 @@ def problem(options):
         for heads, count in ((4, 70), (2, keys), (2, keys))
     ]
     spec = AttentionSpec(64, 4, num_kv_heads=2, window_size=options.get("window_size"))
-    told = {name: x for name, x in options.items() if name in ("is_causal", "key_padding_lengths")}
+    hiding_options = {
+        name: x for name, x in options.items() if name in ("is_causal", "key_padding_lengths")
+    }
     t, s = np.arange(70)[:, None], np.arange(keys)
     hidden = (pair[0][:, :, None] != pair[1][:, None])[:, None]
-    if "is_causal" in told:
+    if "is_causal" in hiding_options:
         hidden = hidden | (s > t)
-    if "key_padding_lengths" in told:
-        hidden = hidden | (s >= np.array(told["key_padding_lengths"])[:, None, None, None])
-    return arrays, pair, spec, told, hidden
+    if "key_padding_lengths" in hiding_options:
+        hidden = hidden | (
+            s >= np.array(hiding_options["key_padding_lengths"])[:, None, None, None]
+        )
+    return arrays, pair, spec, hiding_options, hidden
 
 
 @pytest.mark.parametrize("hiding", ["joined", "window"])
 def test_jax_blocks_match_segment_mask(hiding):
     """Context and gradients of blocks in JAX match the plain path with the equivalent mask."""
-    arrays, pair, spec, told, hidden = problem(HIDING[hiding])
+    arrays, pair, spec, hiding_options, hidden = problem(HIDING[hiding])
 
     @jax.jit
     def packed(arrays, pair):
-        return fused_attention(mha_jax)(*arrays, spec, **told, segment_ids=pair, kernel=BLOCKS)[0]
+        return fused_attention(mha_jax)(
+            *arrays, spec, **hiding_options, segment_ids=pair, kernel=BLOCKS
+        )[0]
 
     def masked(arrays, _):
         return plain_attention(mha_jax)(*arrays, spec, mask=hidden)[0]
@@ -173,9 +179,9 @@ def test_jax_blocks_match_segment_mask(hiding):
     def with_gradients(function):
         return jax.value_and_grad(lambda arrays: (function(arrays, pair) ** 2).sum())(arrays)
 
-    found, expected = with_gradients(packed), with_gradients(masked)
+    actual, expected = with_gradients(packed), with_gradients(masked)
     np.testing.assert_allclose(packed(arrays, pair), masked(arrays, pair), atol=2e-6)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-5)
 
 
@@ -201,7 +207,7 @@ def test_torch_kernels_match_segment_mask(of_torch, hiding):
     """Context and gradients of both kernels of torch match the plain path with the equivalent
     mask.
     """
-    arrays, pair, spec, told, hidden = problem(HIDING[hiding])
+    arrays, pair, spec, hiding_options, hidden = problem(HIDING[hiding])
 
     def with_gradients(function, **options):
         leaves = [torch.from_numpy(x).requires_grad_() for x in arrays]
@@ -209,9 +215,9 @@ def test_torch_kernels_match_segment_mask(of_torch, hiding):
         return context, *torch.autograd.grad(context.square().sum(), leaves)
 
     ids = tuple(map(torch.from_numpy, pair))
-    found = with_gradients(of_torch, **told, segment_ids=ids)
+    actual = with_gradients(of_torch, **hiding_options, segment_ids=ids)
     expected = with_gradients(plain_attention(mha_torch), mask=torch.from_numpy(hidden))
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
 
 
@@ -222,18 +228,18 @@ def test_nan_stays_in_segment_in_torch():
     key[0, :, 9] = value[1, :, 30, 2] = np.nan
     arrays = [torch.from_numpy(x) for x in (query, key, value)]
     ids = tuple(map(torch.from_numpy, pair))
-    found = attend_with(contained["torch"](mha_torch.fused.attend), *arrays, spec, segment_ids=ids)
+    actual = attend_with(contained["torch"](mha_torch.fused.attend), *arrays, spec, segment_ids=ids)
     wrong = np.stack([hidden[0, 0, :, 9], hidden[1, 0, :, 30]])
-    assert np.array_equal(torch.isnan(found).any(dim=3)[:, 0].numpy(), ~wrong)
+    assert np.array_equal(torch.isnan(actual).any(dim=3)[:, 0].numpy(), ~wrong)
 
 
 def test_nan_stays_in_segment_in_jax_blocks():
     """In blocks of JAX, contained, NaN spoils exactly the rows that attend to it."""
     (query, key, value), pair, spec, _, hidden = problem({})
     key[0, :, 9] = value[1, :, 30, 2] = np.nan
-    found = attend_with(contained["jax"](BLOCKS), query, key, value, spec, segment_ids=pair)
+    actual = attend_with(contained["jax"](BLOCKS), query, key, value, spec, segment_ids=pair)
     wrong = np.stack([hidden[0, 0, :, 9], hidden[1, 0, :, 30]])
-    assert np.array_equal(np.isnan(found).any(axis=3)[:, 0], ~wrong)
+    assert np.array_equal(np.isnan(actual).any(axis=3)[:, 0], ~wrong)
 
 
 @pytest.mark.parametrize(
@@ -264,14 +270,14 @@ def test_segments_in_torch_need_no_mask(monkeypatch, row, in_pieces):
             for heads in (4, 2, 2)
         ]
         sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
-        told = {"is_causal": row[0] == row[-1], "segment_ids": ids, "learned": {"sinks": sinks}}
-        context, _ = function(*leaves, spec, **told)
+        options = {"is_causal": row[0] == row[-1], "segment_ids": ids, "learned": {"sinks": sinks}}
+        context, _ = function(*leaves, spec, **options)
         return context, *torch.autograd.grad(context.square().sum(), [*leaves, sinks])
 
     expected = with_gradients(plain_attention(mha_torch))
     monkeypatch.setattr(sdpa, "sdpa", recorded)
-    found = with_gradients(fused_attention(mha_torch))
-    for ours, theirs in zip(found, expected, strict=True):
+    actual = with_gradients(fused_attention(mha_torch))
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
     # A call with sinks calls the function again, without causality's own mask.
     assert any(mask is not None for mask in masks) == in_pieces
@@ -290,9 +296,9 @@ def test_compiled_torch_layer_accepts_ids():
     layer = mha_torch.MultiHeadSelfAttention(AttentionSpec(16, 4))
     x, ids = torch.from_numpy(drawn(2, 13, 16)), torch.from_numpy(PACKED)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    for each in (ids, ids.flip(1)):
-        expected = layer(x, is_causal=True, segment_ids=each)
-        torch.testing.assert_close(compiled(x, is_causal=True, segment_ids=each), expected)
+    for segment_ids in (ids, ids.flip(1)):
+        expected = layer(x, is_causal=True, segment_ids=segment_ids)
+        torch.testing.assert_close(compiled(x, is_causal=True, segment_ids=segment_ids), expected)
 
 
 def test_ring_rejects_segments():

@@ -141,7 +141,7 @@ def test_window_matches_torch_in_64_bit_mode(dtype):
     """Context and gradients of a window, in 64-bit mode, match torch."""
     spec, attend = of_call("window", FusedAttention())
     arrays = arrays_of(spec, dtype)
-    found = jax.jit(functools.partial(with_gradients, attend))(jax.tree.map(jnp.asarray, arrays))
+    actual = jax.jit(functools.partial(with_gradients, attend))(jax.tree.map(jnp.asarray, arrays))
 
     def computed_by_torch(dtype):
         leaves = {
@@ -155,9 +155,9 @@ def test_window_matches_torch_in_64_bit_mode(dtype):
 
     expected, same = computed_by_torch(np.float64), computed_by_torch(dtype)
     if dtype == np.float64:
-        parity.assert_parity(found, expected)
+        parity.assert_parity(actual, expected)
     else:
-        parity.assert_parity(found, expected, same_precision=same)
+        parity.assert_parity(actual, expected, same_precision=same)
 
 
 # ---- Caches --------------------------------------------------------------------------------------

@@ -171,8 +171,8 @@ def test_cudnn_is_used_only_with_valid_masks(num_tokens, mask, is_taken):
 def test_only_bias_gradient_has_all_pairs(platform):
     """With a gradient for the bias, that gradient is the only array of all pairs of tokens."""
     attend, arrays = function_and_arrays("bias", jnp.float32)
-    found = counts(lowered(platform, with_gradients(attend, (*TOKENS, "bias")), arrays), PAIRS)
-    assert found == Counts(arrays=1)
+    totals = counts(lowered(platform, with_gradients(attend, (*TOKENS, "bias")), arrays), PAIRS)
+    assert totals == Counts(arrays=1)
 
 
 # ---- Controls of the counts ----------------------------------------------------------------------
@@ -184,8 +184,8 @@ def test_plain_path_stores_scores_and_mask(platform):
     attend, arrays = function_and_arrays(
         "causal-lengths", jnp.float32, kernel=stages.attend_without_weights
     )
-    found = counts(lowered(platform, attend, arrays), BATCH * NUM_HEADS * PAIRS)
-    assert found.arrays > 3
+    totals = counts(lowered(platform, attend, arrays), BATCH * NUM_HEADS * PAIRS)
+    assert totals.arrays > 3
     assert counts(lowered(platform, attend, arrays), PAIRS).masks > 2
 
 
@@ -434,13 +434,13 @@ def assert_blocks_give_what_the_plain_path_gives(
     plain = stages.attend_without_weights
     with on(platform):
         kernel = kernel or replace(SMALL, queries=shapes["query"][2] // 2)
-        found = results(kernel, mask.within(spec).as_arrays(), spec, arrays)
+        actual = results(kernel, mask.within(spec).as_arrays(), spec, arrays)
     same = results(plain, mask.within(spec).as_arrays(), spec, arrays)
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
         expected = results(plain, mask.within(spec).as_arrays(), spec, wide)
-    assert found["context"].dtype == DTYPES[dtype]
-    parity.assert_parity(found, expected, same_precision=same)
+    assert actual["context"].dtype == DTYPES[dtype]
+    parity.assert_parity(actual, expected, same_precision=same)
 
 
 @sample(
@@ -514,8 +514,8 @@ def test_non_finite_tokens_match_plain_path():
             .as_arrays()
         )
         with on("cuda"):
-            found = jax.jit(partial(contained(SMALL), mask=mask, scores=Scores(spec)))(q, k, v)
+            actual = jax.jit(partial(contained(SMALL), mask=mask, scores=Scores(spec)))(q, k, v)
         expected = contained(stages.attend_without_weights)(q, k, v, mask, Scores(spec))
-        assert not np.isnan(found[0]).any()  # a sequence of padding only
-        assert np.isnan(found[1]).any()
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        assert not np.isnan(actual[0]).any()  # a sequence of padding only
+        assert np.isnan(actual[1]).any()
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)

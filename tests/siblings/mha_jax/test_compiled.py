@@ -145,11 +145,11 @@ def weights_of(layer, kind):
 def test_weights_can_be_closed_over(layer, transform, kind):
     """A transformed function with weights as constants gives the output of the layer."""
     weights, x = weights_of(layer, kind), tokens(5, batch_size=3)
-    found = transform(lambda x: mha_jax.multi_head_attention(x, weights, layer.spec)[0], x)
-    assert found.shape == x.shape
-    if isinstance(found, jax.Array):
+    actual = transform(lambda x: mha_jax.multi_head_attention(x, weights, layer.spec)[0], x)
+    assert actual.shape == x.shape
+    if isinstance(actual, jax.Array):
         expected = transform(layer, x)
-        np.testing.assert_allclose(found, expected, atol=1e-6)  # different summation order
+        np.testing.assert_allclose(actual, expected, atol=1e-6)  # different summation order
 
 
 @every_kind_of_weights
@@ -208,8 +208,8 @@ def test_cache_can_be_numpy_arrays():
     )
     _, cache = decoder(x, decoder.init_cache(1, 8))
     expected, after = decoder(x[:, :1], cache)
-    found, after_numpy = decoder(x[:, :1], jax.tree.map(np.asarray, cache))
-    np.testing.assert_array_equal(found, expected)
+    actual, after_numpy = decoder(x[:, :1], jax.tree.map(np.asarray, cache))
+    np.testing.assert_array_equal(actual, expected)
     jax.tree.map(np.testing.assert_array_equal, after_numpy, after)
     assert all(isinstance(part, jax.Array) for part in jax.tree.leaves(after_numpy))
 

@@ -44,10 +44,10 @@ def layers(kind, spec):
     )
     by_hand = kind(spec, param_dtype=DTYPE, rngs=nnx.Rngs(0))
     narrow = cast(weights)
-    for held, values in ((layer, weights), (by_hand, narrow)):
-        state = nnx.state(held, nnx.Param)
+    for module, values in ((layer, weights), (by_hand, narrow)):
+        state = nnx.state(module, nnx.Param)
         nnx.replace_by_pure_dict(state, values)
-        nnx.update(held, state)
+        nnx.update(module, state)
     return layer, by_hand, weights, narrow
 
 
@@ -59,8 +59,8 @@ def tokens(seq_len=5):
     return jnp.asarray(np.random.default_rng(2).standard_normal((2, seq_len, 16)), jnp.float32)
 
 
-def assert_same(found, expected):
-    for x, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same(actual, expected):
+    for x, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert x.dtype == other.dtype
         np.testing.assert_array_equal(x, other)
 
@@ -96,9 +96,9 @@ def test_gradients_have_dtype_of_weights(spec):
             mha_jax.multi_head_attention(x, weights, spec, dtype=dtype)[0].astype(jnp.float32).sum()
         )
 
-    found = jax.grad(loss)(weights, tokens(), DTYPE)
+    actual = jax.grad(loss)(weights, tokens(), DTYPE)
     expected = jax.grad(loss)(narrow, cast(tokens()), None)
-    assert_same(found, jax.tree.map(lambda x: x.astype(jnp.float32), expected))
+    assert_same(actual, jax.tree.map(lambda x: x.astype(jnp.float32), expected))
 
 
 def test_caches_have_compute_dtype():
@@ -107,7 +107,7 @@ def test_caches_have_compute_dtype():
     """
     spec = SPECS["biases-gqa-sinks"]
     layer, by_hand, weights, narrow = layers(mha_jax.MultiHeadAttentionWithCache, spec)
-    x, caches = tokens(), [held.init_cache(2, 8) for held in (layer, by_hand, layer, by_hand)]
+    x, caches = tokens(), [module.init_cache(2, 8) for module in (layer, by_hand, layer, by_hand)]
     expected = by_hand(cast(x), caches[1])
     assert_same(layer(x, caches[0]), expected)
     call = mha_jax.multi_head_attention_with_cache
@@ -122,7 +122,7 @@ def test_latents_have_compute_dtype(absorb, monkeypatch):
     """Outputs and latent caches, absorbed or expanded, have the bits of cast weights."""
     monkeypatch.setattr(AttentionSpec, "absorbs", lambda *_: absorb)
     layer, by_hand, weights, _ = layers(mha_jax.MultiHeadLatentAttention, LATENTS)
-    x, caches = tokens(), [held.init_cache(2, 8) for held in (layer, by_hand, layer)]
+    x, caches = tokens(), [module.init_cache(2, 8) for module in (layer, by_hand, layer)]
     expected = by_hand(cast(x), caches[1])
     assert_same(layer(x, caches[0]), expected)
     assert_same(
@@ -174,5 +174,5 @@ def test_weights_can_be_any_mapping():
     read_only = MappingProxyType(
         {name: MappingProxyType(leaves) for name, leaves in weights.items()}
     )
-    found, _ = mha_jax.multi_head_attention(tokens(), read_only, layer.spec, dtype=DTYPE)
-    assert_same(found, expected)
+    actual, _ = mha_jax.multi_head_attention(tokens(), read_only, layer.spec, dtype=DTYPE)
+    assert_same(actual, expected)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from helpers.input_errors import rejects
-from helpers.shell import found_by
+from helpers.shell import results_of_program
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import mha_jax
@@ -22,9 +22,9 @@ def test_divided_tokens_match_one_device():
     """Outputs and gradients of divided tokens match one device, and exchanging tokens of two
     devices is detected.
     """
-    found = found_by("sharded_tokens", *NAMES)["attended"]
-    assert found.keys() == {*NAMES}
-    for name, (wrong, _, _, exchanged) in found.items():
+    results = results_of_program("sharded_tokens", *NAMES)["attended"]
+    assert results.keys() == {*NAMES}
+    for name, (wrong, _, _, exchanged) in results.items():
         assert wrong is None, name
         assert "output" in exchanged, name
 

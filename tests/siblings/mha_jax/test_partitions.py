@@ -22,14 +22,16 @@ def abstract(spec, kind=mha_jax.MultiHeadAttention):
 def partitions(spec, size=4):
     """Return how weights are divided according to their metadata, without undivided ones."""
     layer = parallel.shard(abstract(spec), mesh_of(size), heads="heads")
-    found = nnx.to_flat_state(nnx.get_partition_spec(nnx.state(layer, nnx.Param)))
+    by_path = nnx.to_flat_state(nnx.get_partition_spec(nnx.state(layer, nnx.Param)))
     sharded = {
         path: x.get_value().sharding.spec
         for path, x in nnx.to_flat_state(nnx.state(layer, nnx.Param))
     }
-    found = {path: x.get_value() for path, x in found}
-    assert found == sharded
-    return {".".join(path): tuple(partition) for path, partition in found.items() if any(partition)}
+    by_path = {path: x.get_value() for path, x in by_path}
+    assert by_path == sharded
+    return {
+        ".".join(path): tuple(partition) for path, partition in by_path.items() if any(partition)
+    }
 
 
 COLUMNS, HEADS, ROWS = (None, "heads"), ("heads",), ("heads", None)

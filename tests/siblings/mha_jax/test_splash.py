@@ -89,18 +89,18 @@ def test_context_and_gradients_match(name):
     without a key.
     """
     mask, spec, arrays = problem(name)
-    found = results(interpreted, mask, spec, arrays)
+    actual = results(interpreted, mask, spec, arrays)
     expected = results(stages.attend_without_weights, mask, spec, arrays)
     for key, x in expected.items():  # each sums a few hundred values in a different order
         np.testing.assert_allclose(
-            found[key], x, rtol=0, atol=16 * EPS * float(abs(x).max()), err_msg=key
+            actual[key], x, rtol=0, atol=16 * EPS * float(abs(x).max()), err_msg=key
         )
     hidden = mask.to_bool(*CASES[name][:2])
     if hidden is not None:
-        is_empty = np.broadcast_to(hidden.all(axis=-1), found["query"].shape[:3])
+        is_empty = np.broadcast_to(hidden.all(axis=-1), actual["query"].shape[:3])
         assert is_empty.any() == ("padding" in name or "sinks" in name)
-        assert not found["context"][is_empty].any()
-        assert not found["query"][is_empty].any()
+        assert not actual["context"][is_empty].any()
+        assert not actual["query"][is_empty].any()
 
 
 @pytest.mark.thorough
@@ -109,11 +109,11 @@ def test_bfloat16_differs_only_by_rounding():
     value.
     """
     mask, spec, arrays = problem("causal-padding", jnp.bfloat16)
-    found = results(interpreted, mask, spec, arrays)
+    actual = results(interpreted, mask, spec, arrays)
     expected = results(stages.attend_without_weights, mask, spec, arrays)
     for key, x in expected.items():
-        assert found[key].dtype == jnp.bfloat16
-        difference = abs(found[key].astype(np.float32) - x.astype(np.float32))
+        assert actual[key].dtype == jnp.bfloat16
+        difference = abs(actual[key].astype(np.float32) - x.astype(np.float32))
         assert difference.max() <= 2**-6 * abs(x.astype(np.float32)).max(), key
 
 
@@ -129,16 +129,18 @@ def test_nan_reaches_only_attending_rows():
         arrays["key"].at[1, 0, 40].set(np.nan).at[1, 1, 60].set(np.nan)
     )  # the second is padding
     spoilt["value"] = arrays["value"].at[0].set(np.nan)  # a sequence of padding only
-    found = results(kernel, mask, spec, spoilt)
-    is_nan = np.isnan(found["context"]).any(axis=-1)
+    actual = results(kernel, mask, spec, spoilt)
+    is_nan = np.isnan(actual["context"]).any(axis=-1)
     sees_it = np.zeros_like(is_nan)
     sees_it[1, :2, 40:] = True  # the two heads that share the key head
     np.testing.assert_array_equal(is_nan, sees_it)
-    np.testing.assert_array_equal(found["context"][~is_nan], expected["context"][~is_nan])
+    np.testing.assert_array_equal(actual["context"][~is_nan], expected["context"][~is_nan])
     for name in ("query", "key", "value"):
-        np.testing.assert_array_equal(found[name][0], expected[name][0], err_msg=name)
+        np.testing.assert_array_equal(actual[name][0], expected[name][0], err_msg=name)
         heads = slice(2, None) if name == "query" else slice(1, None)
-        np.testing.assert_array_equal(found[name][1, heads], expected[name][1, heads], err_msg=name)
+        np.testing.assert_array_equal(
+            actual[name][1, heads], expected[name][1, heads], err_msg=name
+        )
 
 
 # ---- Kernel selection ----------------------------------------------------------------------------

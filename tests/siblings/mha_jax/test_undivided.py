@@ -5,7 +5,7 @@ before.
 import re
 
 import pytest
-from helpers.shell import found_by
+from helpers.shell import results_of_program
 
 pytestmark = [pytest.mark.thorough, pytest.mark.costly("a process in which JAX has more devices")]
 
@@ -37,31 +37,31 @@ def signs_of_a_mesh(jaxpr, lowered):
 
 
 @pytest.fixture(scope="module")
-def found():
+def results():
     """Return the results of tests/helpers/programs/undivided.py, run in one process."""
-    return found_by("undivided")
+    return results_of_program("undivided")
 
 
-def test_undivided_layer_has_no_mesh(found):
+def test_undivided_layer_has_no_mesh(results):
     """Programs of nine undivided layers contain no operation or placement of a mesh."""
-    assert len(found["before"]) == 9
+    assert len(results["before"]) == 9
     assert {
         name: signs
-        for name, program in found["before"].items()
+        for name, program in results["before"].items()
         if (signs := signs_of_a_mesh(*program))
     } == {}
 
 
-def test_program_ignores_earlier_divisions(found):
+def test_program_ignores_earlier_divisions(results):
     """Programs of undivided layers are the same after the process has divided other layers."""
-    assert found["after"].keys() == found["before"].keys()
+    assert results["after"].keys() == results["before"].keys()
     assert [
-        name for name, program in found["after"].items() if program != found["before"][name]
+        name for name, program in results["after"].items() if program != results["before"][name]
     ] == []
 
 
-def test_divided_layer_has_mesh_operations(found):  # the control of the tests above
+def test_divided_layer_has_mesh_operations(results):  # the control of the tests above
     """Control: programs of layers with divided tokens and heads contain operations of a mesh."""
-    tokens, heads = (signs_of_a_mesh(*found["divided"][what]) for what in ("tokens", "heads"))
+    tokens, heads = (signs_of_a_mesh(*results["divided"][what]) for what in ("tokens", "heads"))
     assert {"shard_map", "axis_index", "sharding_constraint", "sdy.manual_computation"} <= tokens
     assert {"reshard", "sdy.sharding"} <= heads

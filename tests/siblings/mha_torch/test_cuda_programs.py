@@ -43,28 +43,28 @@ class Program(TorchDispatchMode):
 
     def __init__(self, num_scores):
         super().__init__()
-        self.num_scores, self.found = num_scores, Counter()
+        self.num_scores, self.totals = num_scores, Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         outputs = function(*args, **(kwargs or {}))
         if not any(
-            each.alias_info is not None for each in function._schema.returns
+            output.alias_info is not None for output in function._schema.returns
         ):  # views make no tensors
             for x in torch.utils._pytree.tree_leaves(outputs):
                 if isinstance(x, Tensor):
-                    self.found["square"] += (
+                    self.totals["square"] += (
                         x.ndim >= 2 and math.prod(x.shape[-2:]) >= self.num_scores
                     )
-                    self.found["float64"] += x.dtype == torch.float64
+                    self.totals["float64"] += x.dtype == torch.float64
         return outputs
 
 
-def kernel_of(found, name):
+def kernel_of(counts, name):
     """Return a kernel that notes its call, with a context that depends on all heads."""
 
     def kernel(query, key, value, *others, attn_mask=None, **keywords):
-        found[name] += 1
-        found["mask"] += attn_mask is not None
+        counts[name] += 1
+        counts["mask"] += attn_mask is not None
         context = query.new_empty(*query.shape[:3], value.shape[3]) + (
             query.sum() + key.sum() + value.sum()
         )
@@ -90,12 +90,12 @@ def count(monkeypatch):
     """
 
     def run(program, num_scores, *, is_graph=False, is_compiled=False):
-        found, no_values = Counter(), is_graph or is_compiled
+        totals, no_values = Counter(), is_graph or is_compiled
 
         def values_of(x):
             if no_values:
                 return None
-            found["sync"] += 1
+            totals["sync"] += 1
             return torch.ones(x.shape).tolist()
 
         replaced = {
@@ -110,14 +110,14 @@ def count(monkeypatch):
             patch.setattr(
                 torch.compiler, "_is_compiling_flag", is_compiled
             )  # Dynamo replaces the function itself
-            patch.setattr(F, "scaled_dot_product_attention", kernel_of(found, "SDPA"))
+            patch.setattr(F, "scaled_dot_product_attention", kernel_of(totals, "SDPA"))
             patch.setattr(flex, "is_on_device", lambda x: x.is_meta)
             patch.setattr(flex, "_CAN_COMPILE", True)
-            patch.setattr(flex, "_kernel", lambda: kernel_of(found, "FlexAttention"))
+            patch.setattr(flex, "_kernel", lambda: kernel_of(totals, "FlexAttention"))
             patch.setattr(flex, "Tensor", OnCuda)
             with Program(num_scores) as counts:
                 program()
-        return {name: number for name, number in (found + counts.found).items() if number}
+        return {name: number for name, number in (totals + counts.found).items() if number}
 
     return run
 
@@ -177,10 +177,10 @@ def test_large_calls_store_no_mask_or_scores(count, name, is_graph, backward):
     value, not even lengths.
     """
     (spec, arrays, keywords), kernel = WITHOUT_MASK[name]
-    found = count(
+    counts = count(
         attention(LARGE, spec, arrays, backward=backward, **keywords), LARGE**2, is_graph=is_graph
     )
-    assert found == {kernel: 1}
+    assert counts == {kernel: 1}
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "sinks"])
@@ -292,8 +292,8 @@ def test_layer_stores_no_mask(count, span, is_graph):
     )
     x = on_cuda(BATCH, LARGE, NUM_HEADS * HEAD_DIM)
     with torch.no_grad():
-        found = count(lambda: layer(x, is_causal=True), LARGE**2, is_graph=is_graph)
-    assert found == {"FlexAttention" if span else "SDPA": 1}
+        counts = count(lambda: layer(x, is_causal=True), LARGE**2, is_graph=is_graph)
+    assert counts == {"FlexAttention" if span else "SDPA": 1}
 
 
 # ---- Controls of the counts ----------------------------------------------------------------------

@@ -97,14 +97,14 @@ def contained_attention(query, key, value, **options):
 @pytest.fixture
 def calls(monkeypatch):
     """Return a list to which the arrays of each FlexAttention call are appended."""
-    found, attend = [], flex.attend
+    flex_calls, attend = [], flex.attend
 
     def note(*arrays, **keywords):
-        found.append(arrays)
+        flex_calls.append(arrays)
         return attend(*arrays, **keywords)
 
     monkeypatch.setattr(flex, "attend", note)
-    return found
+    return flex_calls
 
 
 @sample(is_causal=[True])
@@ -119,12 +119,12 @@ def test_flex_matches_plain_path(calls, features, is_causal):
         (41, 29) if "window" in features else (29, 41)
     )  # some rows are beyond the window of every key
     leaves, options = problem(features, lengths)
-    found = with_gradients(fused_attention(mha_torch), leaves, {**options, "is_causal": is_causal})
+    actual = with_gradients(fused_attention(mha_torch), leaves, {**options, "is_causal": is_causal})
     assert len(calls) == 1
     expected = with_gradients(
         plain_attention(mha_torch), leaves, {**options, "is_causal": is_causal}
     )
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
@@ -135,12 +135,12 @@ def test_bfloat16_error_is_near_plain_path():
     options["is_causal"] = True
     expected, _ = plain_attention(mha_torch)(**leaves, **options)
     leaves = {name: x if name == "sinks" else x.bfloat16() for name, x in leaves.items()}
-    found, plain = (
+    actual, plain = (
         attend(**leaves, **options)[0]
         for attend in (fused_attention(mha_torch), plain_attention(mha_torch))
     )
-    assert found.dtype == torch.bfloat16
-    errors = [(x.double() - expected).norm() for x in (found, plain)]
+    assert actual.dtype == torch.bfloat16
+    errors = [(x.double() - expected).norm() for x in (actual, plain)]
     assert 0 < errors[0] <= 2 * errors[1]
 
 
@@ -156,12 +156,12 @@ def test_nan_stays_in_attending_rows(features):
         torch.nan
     )
     leaves["key"][0] = leaves["value"][1, :, 5:] = torch.inf  # hidden
-    found, *gradients = with_gradients(contained_attention, leaves, options)
+    actual, *gradients = with_gradients(contained_attention, leaves, options)
     plain = contained["torch"](lambda *arguments: stages.attend(*arguments)[0])
     expected = attend_with(plain, **leaves, **options)
     assert torch.isnan(expected).any()
-    assert not found[0].any()
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert not actual[0].any()
+    torch.testing.assert_close(actual, expected, equal_nan=True)
     for gradient in gradients[:3]:
         assert not gradient[0].any()
 
@@ -173,9 +173,9 @@ def test_row_of_infinite_scores_is_nan():
     """
     leaves, options = problem(("lengths",), dtype=torch.float32)
     leaves["query"][2, 1, 4], leaves["key"][2, 0] = 1e30, -1e30
-    found, _ = contained_attention(**leaves, **options)
-    assert torch.isnan(found[2, 1, 4]).all()
-    assert torch.isfinite(found[2, 2:]).all()
+    actual, _ = contained_attention(**leaves, **options)
+    assert torch.isnan(actual[2, 1, 4]).all()
+    assert torch.isfinite(actual[2, 2:]).all()
 
 
 SPANS = [{}, {"window_size": 130}, {"window_size": 300}, {"chunk_size": 200}, {"chunk_size": 128}]
@@ -200,15 +200,15 @@ def test_blocks_match_visible_keys(lengths, span):
         )
         first, stop = flex._key_ranges(visible, BATCH, num_queries, num_keys, torch.device("cpu"))
         block_mask = flex._block_mask(first, stop, num_keys, has_gradient=True)
-        found = [np.zeros((BATCH, *padded.shape[1::2]), bool) for _ in range(2)]
+        visible_blocks = [np.zeros((BATCH, *padded.shape[1::2]), bool) for _ in range(2)]
         lists = [
             (block_mask.kv_num_blocks, block_mask.kv_indices),
             (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
         ]
-        for blocks, (counts, indices) in zip(found, lists, strict=True):
+        for blocks, (counts, indices) in zip(visible_blocks, lists, strict=True):
             for batch, row in np.ndindex(blocks.shape[:2]):
                 blocks[batch, row, indices[batch, 0, row, : counts[batch, 0, row]]] = True
-        in_part, whole = found
+        in_part, whole = visible_blocks
         np.testing.assert_array_equal(whole, ~padded.any(axis=(2, 4)))
         assert not (in_part & whole).any()
         assert not (~padded.all(axis=(2, 4)) & ~(in_part | whole)).any()
@@ -319,9 +319,9 @@ def test_compiled_graph_does_not_use_flex(calls):
     def attend(leaves, options):
         return fused_attention(mha_torch)(**leaves, **options)[0]
 
-    found = torch.compile(attend, fullgraph=True, backend="eager")(leaves, options)
+    actual = torch.compile(attend, fullgraph=True, backend="eager")(leaves, options)
     expected, _ = plain_attention(mha_torch)(**leaves, **options)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     assert not calls
 
 
@@ -336,15 +336,15 @@ def cudnn(monkeypatch):
     """Return a list of whether cuDNN is enabled in each call of SDPA; biases must have the dtype of
     queries.
     """
-    found, kernel = [], torch.nn.functional.scaled_dot_product_attention
+    cudnn_calls, kernel = [], torch.nn.functional.scaled_dot_product_attention
 
     def note(query, *others, attn_mask=None, **options):
         assert attn_mask is None or attn_mask.dtype in (torch.bool, query.dtype)
-        found.append(torch.backends.cuda.cudnn_sdp_enabled())
+        cudnn_calls.append(torch.backends.cuda.cudnn_sdp_enabled())
         return kernel(query, *others, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
-    return found
+    return cudnn_calls
 
 
 def test_cudnn_gets_no_mask_or_step(cudnn, monkeypatch):
@@ -373,7 +373,7 @@ def test_cudnn_gets_no_mask_or_step(cudnn, monkeypatch):
 def test_alibi_distances_stay_float32():
     """ALiBi with bfloat16 heads on CUDA matches the plain path within 2%."""
     spec, heads = AttentionSpec(16, 2, alibi=Alibi()), torch.randn(3, 1, 2, 40, 8).bfloat16()
-    found = fused_attention(mha_torch)(*heads.as_subclass(OnCuda), spec, is_causal=True)[0]
+    actual = fused_attention(mha_torch)(*heads.as_subclass(OnCuda), spec, is_causal=True)[0]
     expected = plain_attention(mha_torch)(*heads, spec, is_causal=True)[0]
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected, rtol=2e-2, atol=2e-2)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.as_subclass(torch.Tensor), expected, rtol=2e-2, atol=2e-2)

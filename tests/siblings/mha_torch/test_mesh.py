@@ -72,13 +72,13 @@ def test_divided_cases_match_without_waste(devices, kind):
     """
     cases = CASES_OF[kind]
     report = run_on_mesh(cases, ["torch"], PLANS[devices, kind], with_gradients=True)
-    assert {each.case for each in report.comparisons} == {case.name for case in cases}
+    assert {comparison.case for comparison in report.comparisons} == {case.name for case in cases}
     assert report.failed == [], "\n".join(map(str, report.first_differences()))
     assert report.needless == []
     sent = {"heads": "all-reduce", "tokens": "collective-permute"}[kind]
-    needed = [each for each in report.collectives if sent in each.ideal]
+    needed = [collective for collective in report.collectives if sent in collective.ideal]
     assert needed
-    assert all(each.counted.get(sent) for each in needed)
+    assert all(collective.counted.get(sent) for collective in needed)
 
 
 def test_indivisible_cases_are_skipped():
@@ -91,10 +91,10 @@ def test_indivisible_cases_are_skipped():
     assert torch_mesh.why_skipped(CASES["gqa"], "float32", plan) is None
     masks = "masks and biases would have to circulate with the keys"
     assert torch_mesh.why_skipped(CASES["bias"], "float32", MeshPlan(sequence=1)) is None
-    told = {
+    reasons = {
         torch_mesh.why_skipped(case, "float32", MeshPlan(sequence=2)) for case in CASES.values()
     }
-    assert masks in told
+    assert masks in reasons
 
 
 def test_ring_rejects_relative_products():
@@ -102,8 +102,8 @@ def test_ring_rejects_relative_products():
     scores = Scores(CASES["relative-products"].spec)
     with rejects("relative_products", relative_products=...):
         check_ring_supports(Mask(), scores)
-    told = torch_mesh.why_skipped(CASES["relative-products"], "float32", MeshPlan(sequence=3))
-    assert told == "relative products are computed for whole sequences only"
+    reason = torch_mesh.why_skipped(CASES["relative-products"], "float32", MeshPlan(sequence=3))
+    assert reason == "relative products are computed for whole sequences only"
 
 
 @two_devices
@@ -123,7 +123,7 @@ def test_process_error_fails_only_its_case(monkeypatch):
     # Without the inputs of stages.
     monkeypatch.setattr(torch_mesh, "ProblemPart", lambda *fields: real(*fields[:2], {}))
     report = run_on_mesh([CASES["gqa"]], ["torch"], plan)
-    assert [each.stage for each in report.failed] == ["run"]
+    assert [failure.stage for failure in report.failed] == ["run"]
     assert "process" in report.failed[0].reason
     monkeypatch.undo()
     report = run_on_mesh([CASES["gqa"]], ["torch"], plan)

@@ -45,7 +45,7 @@ every_layer = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def results(tmp_path_factory):
     """Return the results of the processes, which one worker starts for all."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
@@ -56,10 +56,10 @@ def found(tmp_path_factory):
     return torch.load(folder / "found.pt")
 
 
-def assert_as_one(found, kind, spec, compute):
+def assert_as_one(results, kind, spec, compute):
     """Check that results of processes match the results of one process, within rounding."""
     exact = compute(make(kind, spec, torch.float64), dtype=torch.float64)
-    parity.assert_parity(found, exact, same_precision=compute(make(kind, spec)))
+    parity.assert_parity(results, exact, same_precision=compute(make(kind, spec)))
 
 
 def outputs_of(layer, **options):
@@ -70,33 +70,33 @@ def outputs_of(layer, **options):
 
 
 @every_layer
-def test_divided_heads_match_one_process(found, size, name):
+def test_divided_heads_match_one_process(results, size, name):
     """Outputs and gradients of divided heads match one process."""
-    computed, _ = found[size]["shard"][name]
+    computed, _ = results[size]["shard"][name]
     assert_as_one(computed, mha_torch.MultiHeadAttention, SPECS[name], trained)
 
 
 @every_size
-def test_divided_attention_weights_match(found, size):
+def test_divided_attention_weights_match(results, size):
     """Attention weights of divided heads match one process."""
 
     def with_weights(layer, **options):
         return trained(layer, need_weights=True, **options)
 
-    computed = found[size]["shard"]["with weights"]
+    computed = results[size]["shard"]["with weights"]
     assert "attn_weights" in computed
     assert_as_one(computed, mha_torch.MultiHeadAttention, SPECS["everything"], with_weights)
 
 
 @every_layer
-def test_divided_caches_match_one_process(found, size, name):
+def test_divided_caches_match_one_process(results, size, name):
     """A ragged prompt and steps over divided caches match one process."""
-    computed, _ = found[size]["shard"][f"{name}/decoded"]
+    computed, _ = results[size]["shard"][f"{name}/decoded"]
     assert_as_one(computed, cached_kind(SPECS[name]), SPECS[name], outputs_of)
 
 
 @every_layer
-def test_process_holds_only_its_part(found, size, name):
+def test_process_holds_only_its_part(results, size, name):
     """Weights and cache slots of a process have the shapes of a rank's part; indivisible key heads
     are whole.
     """
@@ -113,8 +113,8 @@ def test_process_holds_only_its_part(found, size, name):
         )
         whole = [key for key in weights if key.startswith(("k_proj", "v_proj", *of_width))]
         expected |= {key: weights[key].shape for key in whole}
-    assert found[size]["shard"][name][1] == expected
-    slots = found[size]["shard"][f"{name}/decoded"][1]
+    assert results[size]["shard"][name][1] == expected
+    slots = results[size]["shard"][f"{name}/decoded"][1]
     if spec.latent is None:
         heads = (processes.BATCH, own.num_kv_heads, processes.CAPACITY)
         assert slots == {"keys": (*heads, spec.head_dim), "values": (*heads, spec.value_head_dim)}
@@ -122,15 +122,15 @@ def test_process_holds_only_its_part(found, size, name):
         assert slots == {"latents": (processes.BATCH, 1, processes.CAPACITY, spec.latent.width)}
 
 
-def test_optimizer_step_matches_one_process(found):
+def test_optimizer_step_matches_one_process(results):
     """Gradient clipping and a step of an optimizer on divided weights match one process."""
-    parity.assert_parity(found["stepped"], stepped(None))
+    parity.assert_parity(results["stepped"], stepped(None))
 
 
-def test_divided_weights_round_trip(found):
+def test_divided_weights_round_trip(results):
     """Weights are read from divided layers and loaded into them bit for bit."""
     right = make(mha_torch.MultiHeadAttention, SPECS["everything"]).state_dict()
-    for carried in found["carried"]:
+    for carried in results["carried"]:
         assert carried.keys() == right.keys()
         assert all(torch.equal(weight, carried[name]) for name, weight in right.items())
 
@@ -138,26 +138,29 @@ def test_divided_weights_round_trip(found):
 # ---- Masks and non-finite values -----------------------------------------------------------------
 
 
-def test_masks_may_be_distributed_as_tokens(found):
+def test_masks_may_be_distributed_as_tokens(results):
     """Masks, biases and lengths distributed like the tokens match one process."""
     assert_as_one(
-        found["beside"]["given"], mha_torch.MultiHeadSelfAttention, processes.GIVEN, processes.given
+        results["beside"]["given"],
+        mha_torch.MultiHeadSelfAttention,
+        processes.GIVEN,
+        processes.given,
     )
 
 
-def test_non_finite_head_spoils_every_rank(found):
+def test_non_finite_head_spoils_every_rank(results):
     """With a contained kernel, rows that one head makes non-finite are non-finite on every
     process.
     """
     rows = processes.rows_not_finite(make(mha_torch.MultiHeadSelfAttention, processes.GIVEN)).int()
     assert rows.tolist() == [0, 0, 1, 1, 1, 1]
-    assert all(torch.equal(own, rows) for own in found["beside"]["not finite"])
+    assert all(torch.equal(own, rows) for own in results["beside"]["not finite"])
 
 
-def test_nan_padding_of_divided_heads(found):
+def test_nan_padding_of_divided_heads(results):
     """With NaN in padding, outputs of real tokens and gradients match one process."""
     output, *grads = processes.padded(make(mha_torch.MultiHeadSelfAttention, processes.GIVEN))
-    own_output, *own_grads = found["beside"]["padded"]
+    own_output, *own_grads = results["beside"]["padded"]
     assert all(x.isfinite().all() for x in (output, *grads))
     torch.testing.assert_close(own_output, output, rtol=1e-4, atol=1e-5)
     # The gradient of the keys' bias is 0 but for rounding of terms as large as other gradients.
@@ -166,9 +169,9 @@ def test_nan_padding_of_divided_heads(found):
 
 
 @pytest.mark.parametrize("name", ["compiled", "compiled norms", "ragged"])
-def test_divided_layers_can_be_compiled(found, name):
+def test_divided_layers_can_be_compiled(results, name):
     """Compiled and ragged layers on distributed tensors match uncompiled ones."""
-    computed, expected = found["beside"][name]
+    computed, expected = results["beside"][name]
     parity.assert_parity(computed, expected)
 
 
@@ -202,9 +205,9 @@ def test_divided_layers_can_be_compiled(found, name):
         ),
     ],
 )
-def test_collectives_are_minimal(found, name, forward, backward):
+def test_collectives_are_minimal(results, name, forward, backward):
     """The kinds and numbers of collectives, forward and backward, are exactly those needed."""
-    assert found["moved"][name] == (forward, backward)
+    assert results["moved"][name] == (forward, backward)
 
 
 # ---- Errors --------------------------------------------------------------------------------------
@@ -235,17 +238,17 @@ def test_collectives_are_minimal(found, name, forward, backward):
         ("cache of all heads", rejects("cache.keys", {"cache.keys.shape": (3, 4, 9, 8)})),
     ],
 )
-def test_unsupported_divisions_raise(found, name, input_error):
+def test_unsupported_divisions_raise(results, name, input_error):
     """Layers, weights and calls that cannot be divided raise an error that names the argument."""
-    kind, _, said = found["rejected"][name].partition(": ")
-    assert input_error.is_printed_in(said)
+    kind, _, message = results["rejected"][name].partition(": ")
+    assert input_error.is_printed_in(message)
     assert kind == input_error.kind.__name__
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
 
 
-def assert_as_whole(found, spec, seq_len, options):
+def assert_as_whole(results, spec, seq_len, options):
     """Check that results of processes for their tokens match the results of one process for all
     tokens.
     """
@@ -253,26 +256,26 @@ def assert_as_whole(found, spec, seq_len, options):
     def compute(layer, dtype=torch.float32):
         return rings.trained(layer, seq_len=seq_len, dtype=dtype, **options)
 
-    assert_as_one(found, mha_torch.MultiHeadSelfAttention, spec, compute)
+    assert_as_one(results, mha_torch.MultiHeadSelfAttention, spec, compute)
 
 
 @every_size
 @pytest.mark.parametrize("name", rings.calls(RINGS))
-def test_divided_tokens_match_one_process(found, size, name):
+def test_divided_tokens_match_one_process(results, size, name):
     """Outputs and gradients of divided tokens match one process."""
-    assert_as_whole(found[size]["ring"]["layers"][name], *rings.calls(RINGS)[name])
+    assert_as_whole(results[size]["ring"]["layers"][name], *rings.calls(RINGS)[name])
 
 
 @pytest.mark.parametrize("bug", rings.BUGS)
-def test_wrong_token_division_fails(found, bug):  # the control of the test above
+def test_wrong_token_division_fails(results, bug):  # the control of the test above
     """Control: each injected bug of dividing tokens changes outputs or gradients."""
     with pytest.raises(AssertionError, match="grad_" if bug == "local sums backward" else "output"):
-        assert_as_whole(found[2]["ring"]["mistaken"][bug], *rings.calls(RINGS)["grouped/causal"])
+        assert_as_whole(results[2]["ring"]["mistaken"][bug], *rings.calls(RINGS)["grouped/causal"])
 
 
-def test_tokens_and_heads_divide_together(found):
+def test_tokens_and_heads_divide_together(results):
     """Tokens and heads divided at once match one process."""
-    assert_as_whole(found["tokens and heads"], EVERYTHING, rings.SEQ_LEN, rings.CAUSAL)
+    assert_as_whole(results["tokens and heads"], EVERYTHING, rings.SEQ_LEN, rings.CAUSAL)
 
 
 @pytest.mark.parametrize(
@@ -285,21 +288,21 @@ def test_tokens_and_heads_divide_together(found):
         (4, "window/both ways", 3, [32, 48, 48, 32]),  # passed on in one direction only
     ],
 )
-def test_ring_passes_and_multiplies_minimum(found, size, name, passed, scores):
+def test_ring_passes_and_multiplies_minimum(results, size, name, passed, scores):
     """Each process passes on keys and multiplies scores no more often than their visibility
     requires.
     """
-    assert found[size]["ring"]["counted"][name] == [[passed, each] for each in scores]
+    assert results[size]["ring"]["counted"][name] == [[passed, count] for count in scores]
 
 
 @every_size
-def test_non_finite_token_spoils_its_rows(found, size):
+def test_non_finite_token_spoils_its_rows(results, size):
     """A NaN token spoils the rows that attend to it; one of padding spoils no row and no
     gradient.
     """
-    marks, are_finite = found[size]["ring"]["not finite"]
-    seen, hidden, clean = marks
-    assert seen == [0] * 10 + [1] * 6
+    marks, are_finite = results[size]["ring"]["not finite"]
+    visible, hidden, clean = marks
+    assert visible == [0] * 10 + [1] * 6
     assert hidden == [0] * 16
     assert clean == [0] * 16
     assert are_finite
@@ -324,19 +327,19 @@ def test_non_finite_token_spoils_its_rows(found, size):
         ("uneven, lengths", rejects("queries", "[2, 1")),
     ],
 )
-def test_unsupported_token_divisions_raise(found, size, name, input_error):
+def test_unsupported_token_divisions_raise(results, size, name, input_error):
     """Layers and calls whose tokens cannot be divided raise an error that names the argument."""
-    kind, _, said = found[size]["ring"]["rejected"][name].partition(": ")
-    assert input_error.is_printed_in(said)
+    kind, _, message = results[size]["ring"]["rejected"][name].partition(": ")
+    assert input_error.is_printed_in(message)
     assert kind == input_error.kind.__name__
 
 
 @every_size
-def test_context_parallel_needs_positions(found, size):
+def test_context_parallel_needs_positions(results, size):
     """A layer in torch's context_parallel matches one process; without positions, or with masks, it
     raises an error.
     """
-    computed, said = found[size]["ring"]["torch"]
+    computed, messages = results[size]["ring"]["torch"]
     spec = AttentionSpec(32, 4, rope=Rope())
 
     def gradients(layer, dtype=torch.float32):
@@ -344,9 +347,9 @@ def test_context_parallel_needs_positions(found, size):
         return {name: whole[name] for name in computed}
 
     assert_as_one(computed, mha_torch.MultiHeadSelfAttention, spec, gradients)
-    assert rejects("positions", positions=None).is_printed_in(said["positions"])
-    assert rejects("mask").is_printed_in(said["mask"])
-    assert rejects("key_padding_lengths").is_printed_in(said["key_padding_lengths"])
+    assert rejects("positions", positions=None).is_printed_in(messages["positions"])
+    assert rejects("mask").is_printed_in(messages["mask"])
+    assert rejects("key_padding_lengths").is_printed_in(messages["key_padding_lengths"])
 
 
 # ---- Fully sharded -------------------------------------------------------------------------------
@@ -359,11 +362,11 @@ def test_context_parallel_needs_positions(found, size):
         *(f"{name}/grid" for name, spec in FULLY_SHARDED.items() if not spec.fused_qkv),
     ],
 )
-def test_meta_weights_match_one_process(found, name):
+def test_meta_weights_match_one_process(results, name):
     """Fully sharded weights on the meta device are drawn as in one process, and outputs and
     gradients match.
     """
-    drawn, computed = found["fully sharded"][name]
+    drawn, computed = results["fully sharded"][name]
     spec = FULLY_SHARDED[name.partition("/")[0]]
 
     def redrawn(kind, spec, dtype=torch.float32):
@@ -379,10 +382,12 @@ def test_meta_weights_match_one_process(found, name):
     parity.assert_parity(computed, exact, same_precision=trained(layer))
 
 
-def test_sharded_projections_cast_weights(found):
+def test_sharded_projections_cast_weights(results):
     """Projections sharded separately with bfloat16 weights match a bfloat16 layer."""
     layer = make(mha_torch.MultiHeadAttention, SPECS["textbook"])
     x = processes.random(processes.BATCH, processes.SEQ_LEN, 32)
     exact, _ = make(mha_torch.MultiHeadAttention, SPECS["textbook"], torch.float64)(x.double())
     narrow, _ = layer.to(torch.bfloat16)(x.bfloat16())
-    parity.assert_parity(found["narrowed"], exact, same_precision=narrow.float(), dtype="bfloat16")
+    parity.assert_parity(
+        results["narrowed"], exact, same_precision=narrow.float(), dtype="bfloat16"
+    )

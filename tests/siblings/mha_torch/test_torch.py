@@ -100,14 +100,14 @@ def test_values_of_fake_tensors_are_unknown(name):
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.functionalize])
 def test_values_under_transforms_are_unknown(transform):
     """values_of returns None under vmap and functionalize."""
-    found = []
+    known = []
 
     def look(x):
-        found.append(values_of(x))
+        known.append(values_of(x))
         return x
 
     transform(look)(torch.ones(3, 2))
-    assert found == [None]
+    assert known == [None]
 
 
 def cached_call(layer, lengths):
@@ -164,10 +164,10 @@ def test_vmap_over_lengths_matches_loop():
         torch.tensor([[5, 2], [0, 1], [3, 3]]),
     )
     mapped = torch.func.vmap(lambda x, lengths: layer(x, key_padding_lengths=lengths))(x, lengths)
-    each = torch.stack(
+    by_sequence = torch.stack(
         [layer(*pair[:1], key_padding_lengths=pair[1]) for pair in zip(x, lengths, strict=True)]
     )
-    torch.testing.assert_close(mapped, each)
+    torch.testing.assert_close(mapped, by_sequence)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_vmap_over_cached_step_matches_batch(new_lengths):
     _, cache = layer(
         tokens(6, 3, 16, seed=2), layer.init_cache(6, 6), new_lengths=[0, 1, 2, 3, 3, 1]
     )
-    mapped_cache = pytree.tree_map(lambda held: held.unflatten(0, (3, 2)), cache)
+    mapped_cache = pytree.tree_map(lambda leaf: leaf.unflatten(0, (3, 2)), cache)
     dims = (0, 0, None if new_lengths is None else 0)
     mapped, after = torch.func.vmap(
         lambda x, cache, new: layer(x, cache, new_lengths=new), in_dims=dims
@@ -188,10 +188,10 @@ def test_vmap_over_cached_step_matches_batch(new_lengths):
     flat = None if new_lengths is None else new_lengths.flatten()
     expected, expected_after = layer(x.flatten(0, 1), copy.deepcopy(cache), new_lengths=flat)
     torch.testing.assert_close(mapped.flatten(0, 1), expected)
-    for found, held in zip(
+    for mapped_slots, slots in zip(
         pytree.tree_leaves(after), pytree.tree_leaves(expected_after), strict=True
     ):
-        torch.testing.assert_close(found.flatten(0, 1), held)
+        torch.testing.assert_close(mapped_slots.flatten(0, 1), slots)
 
 
 @pytest.mark.parametrize("new_lengths", [None, [1, 0, 3]], ids=["all", "ragged"])
@@ -305,8 +305,8 @@ def test_mapped_overflow_yields_nan():
     """
     layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 1, 2, 16)
     _, cache = layer(tokens(2, 4, 16, seed=2), layer.init_cache(2, 4), new_lengths=[1, 3])
-    each = pytree.tree_map(lambda held: held[:, None], cache)
-    output, after = torch.func.vmap(layer)(x, each)
+    by_sequence = pytree.tree_map(lambda leaf: leaf[:, None], cache)
+    output, after = torch.func.vmap(layer)(x, by_sequence)
     assert output.isnan().all(dim=(1, 2, 3)).tolist() == [False, True]
     assert after.lengths.flatten().tolist() == [3, 3]
     torch.testing.assert_close(after.keys[1, 0], cache.keys[1], rtol=0, atol=0)
@@ -332,9 +332,9 @@ def test_vmap_caches_values_of_other_width():
         return grown.keys, grown.values
 
     lengths = torch.tensor([[2, 1], [0, 2], [1, 1]])
-    found = torch.func.vmap(append)(keys, values, lengths)
+    actual = torch.func.vmap(append)(keys, values, lengths)
     expected = [append(*inputs) for inputs in zip(keys, values, lengths, strict=True)]
-    for ours, theirs in zip(found, zip(*expected, strict=True), strict=True):
+    for ours, theirs in zip(actual, zip(*expected, strict=True), strict=True):
         assert torch.equal(ours, torch.stack(theirs))
 
 
@@ -349,8 +349,8 @@ def test_length_tensors_share_compiled_graph():
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     for lengths in ([1, 3], [2, 2], [0, 1], [3, 3]):
-        found = compiled(tokens(2, 3, 16), key_padding_lengths=torch.tensor(lengths))
-        torch.testing.assert_close(found, layer(tokens(2, 3, 16), key_padding_lengths=lengths))
+        output = compiled(tokens(2, 3, 16), key_padding_lengths=torch.tensor(lengths))
+        torch.testing.assert_close(output, layer(tokens(2, 3, 16), key_padding_lengths=lengths))
     assert len(graphs) == 1
 
 
@@ -503,13 +503,13 @@ def spoil_some(arrays, hidden, seed, value):
     return arrays, rows
 
 
-def assert_spoilt(found, expected, rows):
+def assert_spoilt(actual, expected, rows):
     """Check that exactly these rows are non-finite, and that all others equal the expected ones bit
     for bit.
     """
     __tracebackhide__ = True
-    assert torch.equal(~found.isfinite().all(dim=-1), rows)
-    assert torch.equal(found[~rows], expected[~rows])
+    assert torch.equal(~actual.isfinite().all(dim=-1), rows)
+    assert torch.equal(actual[~rows], expected[~rows])
 
 
 @both_forms
@@ -537,11 +537,11 @@ def test_inf_reaches_only_attending_rows(form, hiding, value):
         arrays, options, hidden = drawn_problem(seed, hiding)
         spoilt, rows = spoil_some(arrays, hidden, seed, value)
         expected = attend_with(CONTAINED[form], *arrays, **options)
-        found = attend_with(CONTAINED[form], *spoilt, **options)
-        assert torch.equal(found[~rows], expected[~rows])
-        if not torch.equal(~found.isfinite().all(dim=-1), rows):
+        actual = attend_with(CONTAINED[form], *spoilt, **options)
+        assert torch.equal(actual[~rows], expected[~rows])
+        if not torch.equal(~actual.isfinite().all(dim=-1), rows):
             # An infinite key whose score is -inf may have weight 0, as in the formula.
-            assert (found.isfinite().all(dim=-1) | rows).all()
+            assert (actual.isfinite().all(dim=-1) | rows).all()
 
 
 @both_forms
@@ -561,8 +561,8 @@ def test_hidden_nan_reaches_no_gradient(form, hiding):
             leaves = [x.clone().requires_grad_() for x in inputs]
             context = attend_with(CONTAINED[form], *leaves, **options)
             results.append((context.detach(), *torch.autograd.grad(context.sum(), leaves)))
-        for expected, found in zip(*results, strict=True):
-            assert torch.equal(found, expected)
+        for expected, actual in zip(*results, strict=True):
+            assert torch.equal(actual, expected)
 
 
 @both_forms
@@ -653,8 +653,8 @@ def test_weight_gradients_ignore_hidden_nan(need_weights):
         key[0, 2:] = value
         output, _ = layer(x, key, key_padding_lengths=[2, 5], need_weights=need_weights)
         results.append(torch.autograd.grad(output.square().sum(), list(layer.parameters())))
-    for expected, found in zip(*results, strict=True):
-        assert torch.equal(found, expected)
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_nan_padding_in_cache_has_no_effect():
@@ -672,8 +672,8 @@ def test_nan_padding_in_cache_has_no_effect():
                 *torch.autograd.grad((output.sum() + step.sum()), list(layer.parameters())),
             )
         )
-    for expected, found in zip(*results, strict=True):
-        assert torch.equal(found, expected)
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("counts", [[3, 3], [1, 3]], ids=["even", "ragged"])
@@ -705,11 +705,11 @@ def layers_of(form):
 def test_fused_path_supports_forward_mode():
     """The forward-mode derivative of the fused path matches the plain path."""
     x, tangent = tokens(1, 4, 16).double(), tokens(1, 4, 16, seed=2).double()
-    found, expected = (
+    actual, expected = (
         torch.func.jvp(layers_of(form), (x,), (tangent,))[1] for form in ("fused", "plain")
     )
-    torch.testing.assert_close(found, expected)
-    assert found.abs().max() > 0
+    torch.testing.assert_close(actual, expected)
+    assert actual.abs().max() > 0
 
 
 def test_fused_path_supports_jacfwd():
@@ -726,10 +726,10 @@ def test_fused_path_supports_hessian():
     """The Hessian of the fused path matches the plain path."""
     x = tokens(1, 2, 16).double()
     layers = [layers_of(form) for form in ("fused", "plain")]
-    found, expected = (
+    actual, expected = (
         torch.func.hessian(lambda x, layer=layer: layer(x).square().sum())(x) for layer in layers
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_plain_path_supports_double_backward():  # see the docstring of the fused path
@@ -768,8 +768,8 @@ def test_expanded_cache_is_copied(counts, new_lengths):
     )
     before = copy.deepcopy(cache)
     expected, _ = layer(x, cache.repeat(3), new_lengths=new_lengths)
-    found, _ = layer(x, beams, new_lengths=new_lengths)
-    assert torch.equal(found, expected)
+    actual, _ = layer(x, beams, new_lengths=new_lengths)
+    assert torch.equal(actual, expected)
     assert torch.equal(cache.keys, before.keys)
 
 
@@ -837,8 +837,8 @@ def test_mark_of_a_cache_is_not_its_value():
     torch.compiler.reset()
     compiled, cache = torch.compile(layer, fullgraph=True, backend="eager"), layer.init_cache(3, 6)
     with torch.no_grad():
-        found, expected = compiled(x, cache)[0], layer(x, layer.init_cache(3, 6))[0]
-    torch.testing.assert_close(found, expected)
+        actual, expected = compiled(x, cache)[0], layer(x, layer.init_cache(3, 6))[0]
+    torch.testing.assert_close(actual, expected)
     assert not cache.is_written_over
 
 
@@ -848,9 +848,9 @@ def test_cached_step_can_be_exported():
     cache, x = filled_cache(layer), tokens(3, 1, 16, seed=5)
     with torch.no_grad():
         exported = torch.export.export(layer, (x, copy.deepcopy(cache)), strict=False).module()
-        found, after = exported(x, copy.deepcopy(cache))
+        actual, after = exported(x, copy.deepcopy(cache))
         expected, expected_after = layer(x, copy.deepcopy(cache))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(after.keys, expected_after.keys)
     assert after.lengths.tolist() == [3, 3, 3]
 
@@ -875,10 +875,10 @@ def test_saved_cache_loads_with_weights_only():
     cache, file = filled_cache(module("MultiHeadAttentionWithCache")), io.BytesIO()
     torch.save(cache, file)
     file.seek(0)
-    found = torch.load(file, weights_only=True)
-    assert isinstance(found, mha_torch.KVCache)
-    for held, expected in zip(pytree.tree_leaves(found), pytree.tree_leaves(cache), strict=True):
-        assert torch.equal(held, expected)
+    loaded = torch.load(file, weights_only=True)
+    assert isinstance(loaded, mha_torch.KVCache)
+    for leaf, expected in zip(pytree.tree_leaves(loaded), pytree.tree_leaves(cache), strict=True):
+        assert torch.equal(leaf, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

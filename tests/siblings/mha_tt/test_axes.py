@@ -16,12 +16,12 @@ def attended(device, x, **options):
     module = module_of(
         "MultiHeadAttention", SPEC, device, ttnn.bfloat16, rounded_weights(SPEC, ttnn.bfloat16)
     )
-    found = module(mha_tt.upload(x, device=device), **options)
-    return [mha_tt.download(x) for x in found if x is not None]
+    output = module(mha_tt.upload(x, device=device), **options)
+    return [mha_tt.download(x) for x in output if x is not None]
 
 
-def assert_same(found, expected, axes):
-    for several, one in zip(found, expected, strict=True):
+def assert_same(actual, expected, axes):
+    for several, one in zip(actual, expected, strict=True):
         assert np.array_equal(several, one.reshape(*axes, *one.shape[1:]))
 
 
@@ -32,7 +32,7 @@ def test_masks_on_device_broadcast(device, rng):
         rng.random((3, 2, T, T)) > 0.5,
         rng.random((*AXES, 1, T, T)),
     )
-    found = attended(
+    actual = attended(
         device,
         x,
         mask=mha_tt.DeviceMask(mask, device=device),
@@ -42,7 +42,7 @@ def test_masks_on_device_broadcast(device, rng):
         "mask": np.tile(mask, (2, 1, 1, 1)),
         "bias": mha_tt.upload(bias.reshape(6, 1, T, T), device=device),
     }
-    assert_same(found, attended(device, x.reshape(6, T, 8), **of_one), AXES)
+    assert_same(actual, attended(device, x.reshape(6, T, 8), **of_one), AXES)
 
 
 def test_bias_on_device_needs_all_batch_axes(device, rng):

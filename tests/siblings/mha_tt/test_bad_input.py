@@ -463,9 +463,9 @@ def test_function_rejects_other_weights(device, name, function):
     """An array among the weights, or a weight of the wrong dtype, raises an error in every
     function.
     """
-    held, input_error = BAD_WEIGHTS[name]
+    weights, input_error = BAD_WEIGHTS[name]
     function, keywords = FUNCTIONS[function]
-    rejected(device, function, {**keywords, "weights": held, "spec": LAYER_SPEC}, input_error)
+    rejected(device, function, {**keywords, "weights": weights, "spec": LAYER_SPEC}, input_error)
 
 
 @every_function
@@ -910,9 +910,9 @@ CHANGES = {
 def test_invalid_cache_changes_raise(device, name):
     """Invalid indices, repeats, capacities and lengths raise an error in the methods of a cache."""
     method, args, input_error = CHANGES[name]
-    held = mha_tt.init_cache(2, 2, 4, 4, device=device)
+    cache = mha_tt.init_cache(2, 2, 4, 4, device=device)
     with input_error:
-        getattr(held, method)(*args)
+        getattr(cache, method)(*args)
 
 
 CACHED = {

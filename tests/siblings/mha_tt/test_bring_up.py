@@ -41,10 +41,10 @@ def test_tensors_are_compared_anywhere(device, x, form):
     """Tensors in any memory, layout or block format are compared; an error of 10% fails even though
     the PCC is 0.999.
     """
-    found = FORMS[form](x, device)
-    assert parity.to_numpy(found).dtype.name == "bfloat16"
-    parity.assert_parity(found, x)
-    parity.assert_with_pcc(torch.from_numpy(x), found, 0.999)
+    tensor_of_form = FORMS[form](x, device)
+    assert parity.to_numpy(tensor_of_form).dtype.name == "bfloat16"
+    parity.assert_parity(tensor_of_form, x)
+    parity.assert_with_pcc(torch.from_numpy(x), tensor_of_form, 0.999)
     wrong = FORMS[form](1.1 * x, device)
     with pytest.raises(AssertionError, match="actual differs from expected"):
         parity.assert_parity(wrong, x)
@@ -55,11 +55,11 @@ def test_tensors_are_compared_anywhere(device, x, form):
 @pytest.mark.parametrize("dtype", [ttnn.int32, ttnn.uint32], ids=["int32", "uint32"])
 def test_integers_stay_integers(device, dtype):
     """int32 and uint32 tensors are read with their dtype and values."""
-    found = parity.to_numpy(
+    integers = parity.to_numpy(
         tensor(np.arange(6, dtype=np.int32), device, dtype, ttnn.ROW_MAJOR_LAYOUT)
     )
-    assert found.dtype.name == str(dtype).rpartition(".")[2].lower()
-    assert found.tolist() == [0, 1, 2, 3, 4, 5]
+    assert integers.dtype.name == str(dtype).rpartition(".")[2].lower()
+    assert integers.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_float32_tensors_are_read_exactly(device, x):
@@ -71,10 +71,10 @@ def test_arithmetic_follows_target_of_tensor(device, x, monkeypatch):
     """ttnn tensors have the arithmetic "tensix" on a simulator or card and "ieee" elsewhere; arrays
     have "ieee".
     """
-    found = tensor(x, device)
+    on_device = tensor(x, device)
     assert (
-        arithmetic_of(found)
-        == arithmetic_of({"q": x, "output": found})
+        arithmetic_of(on_device)
+        == arithmetic_of({"q": x, "output": on_device})
         == ("ieee" if IS_MOCK else "tensix")
     )
     for target, arithmetic in (
@@ -84,7 +84,7 @@ def test_arithmetic_follows_target_of_tensor(device, x, monkeypatch):
         ("silicon", "tensix"),
     ):
         monkeypatch.setattr(mha_tt, "target", lambda target=target: target)
-        assert arithmetic_of(found) == arithmetic
+        assert arithmetic_of(on_device) == arithmetic
         assert arithmetic_of(x) == "ieee"
 
 
@@ -130,6 +130,6 @@ def reference_stages(*names):
 
 def test_mock_values_without_shadow_raise(opened_device, only_mock):
     """Comparing a tensor of a mock board without a shadow raises an error."""
-    found = ttnn.zeros((1, 32), dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=opened_device)
+    zeros = ttnn.zeros((1, 32), dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=opened_device)
     with pytest.raises(RuntimeError, match="a mock one"):
-        parity.assert_parity(found, np.zeros((1, 32)))
+        parity.assert_parity(zeros, np.zeros((1, 32)))

@@ -112,9 +112,9 @@ def test_shared_keys_use_source_cache(device, window_size, steps, page_size):
         tokens = mha_tt.upload(chunk, device=device, dtype=source.dtype)
         expected, cache = source(tokens, cache, new_lengths=new_lengths)
         before = contents(cache)
-        found, after = shared(tokens, cache, new_lengths=new_lengths)
+        actual, after = shared(tokens, cache, new_lengths=new_lengths)
         assert after is cache
-        assert_close(mha_tt.download(found), mha_tt.download(expected), ttnn.bfloat16)
+        assert_close(mha_tt.download(actual), mha_tt.download(expected), ttnn.bfloat16)
         assert all(map(np.array_equal, contents(after), before))
 
 
@@ -135,9 +135,9 @@ def real_slots(slots, spec, lengths):
 
 def assert_holds(slots, part, spec, dtype, x):
     """Check that the slots begin with the projected keys or values of all tokens."""
-    held = real_slots(slots, spec, [x.shape[1]] * len(x))
+    slots_in_use = real_slots(slots, spec, [x.shape[1]] * len(x))
     expected = project_heads(spec, rounded_weights(spec, dtype), part, x)
-    assert_close(held, expected.swapaxes(1, 2).reshape(held.shape), dtype)
+    assert_close(slots_in_use, expected.swapaxes(1, 2).reshape(slots_in_use.shape), dtype)
 
 
 # ---- Chunking ------------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ def test_any_chunking_matches_full_pass(device, name, dtype):
     assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
     *slots, lengths = contents(cache)
     assert lengths.tolist() == [x.shape[1]] * 3
-    for part, held in zip("kv", slots, strict=True):
-        assert_holds(held, part, GQA_ROPE, dtype, x)
-        assert not held[:, :, x.shape[1] :].any()
+    for part, slot in zip("kv", slots, strict=True):
+        assert_holds(slot, part, GQA_ROPE, dtype, x)
+        assert not slot[:, :, x.shape[1] :].any()
 
 
 RAGGED = {
@@ -445,10 +445,10 @@ def test_reordered_cache_holds_given_order(device, indices, dtype):
     cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 0], 40)
     keys, values, lengths = contents(cache)
     reordered = cache.reorder(indices)
-    found = contents(reordered)
+    actual = contents(reordered)
     indices = np.asarray(indices, int)
     for array, expected in zip(
-        found, (keys[indices], values[indices], lengths[indices]), strict=True
+        actual, (keys[indices], values[indices], lengths[indices]), strict=True
     ):
         np.testing.assert_array_equal(array, expected, strict=True)
     assert (reordered.capacity, reordered.keys.dtype) == (40, dtype)
@@ -501,9 +501,9 @@ def test_grown_cache_keeps_tokens(device, capacity, dtype):
         -(-capacity // 32) * 32,
         dtype,
     )
-    for found, held in ((keys, cache.keys), (values, cache.values)):
-        assert np.array_equal(found[:, :, :32], mha_tt.download(held))
-        assert not found[:, :, 32:].any()
+    for tensor_of_cache, original in ((keys, cache.keys), (values, cache.values)):
+        assert np.array_equal(tensor_of_cache[:, :, :32], mha_tt.download(original))
+        assert not tensor_of_cache[:, :, 32:].any()
     assert lengths.tolist() == [2, 6, 0]
     assert is_own(grown, cache)
     if capacity > 6:
@@ -521,9 +521,9 @@ def test_cropped_cache_keeps_first_tokens(device, lengths, dtype):
     keys, values, _ = contents(cache)
     cropped = cache.crop(lengths)
     is_kept = (np.arange(64) < np.broadcast_to(lengths, 3)[:, None])[:, None, :, None]
-    for found, held in ((cropped.keys, keys), (cropped.values, values)):
+    for cropped_slots, original in ((cropped.keys, keys), (cropped.values, values)):
         np.testing.assert_array_equal(
-            mha_tt.download(found), np.where(is_kept, held, 0.0), strict=True
+            mha_tt.download(cropped_slots), np.where(is_kept, original, 0.0), strict=True
         )
     np.testing.assert_array_equal(
         cropped.lengths, np.broadcast_to(lengths, 3).astype(np.int32), strict=True
@@ -819,7 +819,7 @@ def test_few_heads_are_repeated_in_a_step(device, rng, calls, num_heads, num_kv_
         rounded(rng.standard_normal((2, num_kv_heads, 64, 32)), ttnn.bfloat16) for _ in "kv"
     )
     q, k, v = (mha_tt.upload(x, device=device) for x in (query, keys, values))
-    found = mha_tt.download(mha_tt.fused.attend_to_cache(q, k, v, last_positions))
+    actual = mha_tt.download(mha_tt.fused.attend_to_cache(q, k, v, last_positions))
     name = "ttnn.transformer.scaled_dot_product_attention_decode"
     assert [call.arguments[0].shape[2] for call in calls if call.name == name] == [taken]
     keys, values = (
@@ -828,7 +828,7 @@ def test_few_heads_are_repeated_in_a_step(device, rng, calls, num_heads, num_kv_
     scores = np.einsum("bnh,bnsh->bns", query[0], keys) / np.sqrt(32)
     shown = np.exp(np.where(np.arange(64) <= last_positions[:, None, None], scores, -np.inf))
     expected = np.einsum("bns,bnsh->bnh", shown / shown.sum(-1, keepdims=True), values)
-    assert_close(found, expected[None], ttnn.bfloat16)
+    assert_close(actual, expected[None], ttnn.bfloat16)
 
 
 # ---- Creating and measuring caches ---------------------------------------------------------------
@@ -853,10 +853,10 @@ def test_new_cache_is_zero_in_whole_tiles(device, dtype):
 def test_cache_size_matches_allocation(device, sizes, dtype):
     """kv_cache_nbytes equals the size of the allocated buffers in every dtype."""
     cache = mha_tt.init_cache(*sizes, dtype, device=device)
-    held = sum(
+    num_bytes = sum(
         slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values)
     )
-    assert mha_tt.kv_cache_nbytes(*sizes, dtype=dtype) == held
+    assert mha_tt.kv_cache_nbytes(*sizes, dtype=dtype) == num_bytes
 
 
 @both_dtypes
@@ -871,10 +871,10 @@ def test_cache_supports_other_value_width(device, dtype):
     cache = module.init_cache(2, 40)
     assert (tuple(cache.keys.shape), tuple(cache.values.shape)) == ((2, 2, 64, 64), (2, 2, 64, 32))
     sizes = {"head_dim": 64, "value_head_dim": 32, "dtype": dtype}
-    held = sum(
+    num_bytes = sum(
         slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values)
     )
-    assert mha_tt.kv_cache_nbytes(2, 2, 40, **sizes) == held
+    assert mha_tt.kv_cache_nbytes(2, 2, 40, **sizes) == num_bytes
     x = np.random.default_rng(0).standard_normal((2, 5, 24))
     whole, _ = module(mha_tt.upload(x, device=device, dtype=dtype), cache)
     cache, steps = module.init_cache(2, 40), []

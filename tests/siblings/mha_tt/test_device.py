@@ -151,17 +151,17 @@ def test_incomplete_simulator_raises(only_mock, run_python, tmp_path, name):
         SIMULATOR: str(tmp_path / "libttsim_bh.so"),
         "TT_METAL_RUNTIME_ROOT": str(tmp_path),
     }
-    (said,) = run_python(OPEN.format(before="", number=""), **environment).stdout.splitlines()
-    assert re.search(f"{words}.*; tools/tt-simulator sets it up", said)
+    (message,) = run_python(OPEN.format(before="", number=""), **environment).stdout.splitlines()
+    assert re.search(f"{words}.*; tools/tt-simulator sets it up", message)
 
 
 @pytest.mark.costly("a process has one board for good")
 def test_missing_card_error_names_its_number(only_mock, run_python):
     """Opening device 7 of an n150 raises an error that names the device and the board."""
     program = OPEN.format(before="ttnn_mock.use('n150')", number="7")
-    said = run_python(program).stdout
-    assert rejects("device 7").is_printed_in(said)
-    assert "mock n150" in said
+    printed = run_python(program).stdout
+    assert rejects("device 7").is_printed_in(printed)
+    assert "mock n150" in printed
 
 
 # ---- Arithmetic ----------------------------------------------------------------------------------
@@ -323,12 +323,12 @@ def test_summing_operations_use_given_config(device, calls, name, arithmetic):
     computing = [call for call in calls if call.name in COMPUTING]
     assert {call.name for call in computing} == attending | {"ttnn.linear"}
     config = config or mha_tt.accurate_config(device)
-    asked = [call for call in computing if not looks_for_lost_rows(call, config)]
-    assert {settings(call.keywords["compute_kernel_config"]) for call in asked} == {
+    with_config = [call for call in computing if not looks_for_lost_rows(call, config)]
+    assert {settings(call.keywords["compute_kernel_config"]) for call in with_config} == {
         settings(config)
     }
-    assert len(computing) - len(asked) == may_zero_rows(config) * sum(
-        call.name == ATTENTION for call in asked
+    assert len(computing) - len(with_config) == may_zero_rows(config) * sum(
+        call.name == ATTENTION for call in with_config
     )
 
 
@@ -399,13 +399,13 @@ def test_tiles_hold_array_and_pad_value(device, host_tensors, rng, shape, dtype)
     x = rounded(rng.integers(-100, 100, shape), dtype)
     mha_tt.upload(x, device=device, dtype=dtype, pad_value=64.0)
     (tensor,) = host_tensors
-    held = tensor.to_torch_with_padded_shape().float().numpy()
-    expected = np.full(held.shape, 64.0, np.float32)
-    expected[(0,) * (held.ndim - x.ndim) + tuple(slice(size) for size in shape)] = (
+    tiles = tensor.to_torch_with_padded_shape().float().numpy()
+    expected = np.full(tiles.shape, 64.0, np.float32)
+    expected[(0,) * (tiles.ndim - x.ndim) + tuple(slice(size) for size in shape)] = (
         x  # one axis lies in the first row
     )
-    assert (tuple(tensor.shape), held.shape[-1] % 32) == (shape, 0)
-    np.testing.assert_array_equal(held, expected)
+    assert (tuple(tensor.shape), tiles.shape[-1] % 32) == (shape, 0)
+    np.testing.assert_array_equal(tiles, expected)
 
 
 def test_default_pad_value_is_zero(device, host_tensors):
@@ -419,31 +419,31 @@ def test_default_pad_value_is_zero(device, host_tensors):
 def test_upload_accepts_any_array_kind(device, rng, kind):
     """Upload accepts any float dtype, byte order, strides and axis order, and read-only arrays."""
     x = ARRAYS[kind](rounded(rng.standard_normal((6, 10)), ttnn.bfloat16))
-    held = mha_tt.download(mha_tt.upload(x, device=device, dtype=ttnn.float32))
-    np.testing.assert_array_equal(held, x.astype(np.float32))
+    downloaded = mha_tt.download(mha_tt.upload(x, device=device, dtype=ttnn.float32))
+    np.testing.assert_array_equal(downloaded, x.astype(np.float32))
 
 
 def test_upload_converts_booleans_to_ones(device):
     """Upload converts True to 1.0 and False to 0.0."""
-    held = mha_tt.download(mha_tt.upload(np.array([True, False, True]), device=device))
-    assert held.tolist() == [1.0, 0.0, 1.0]
+    downloaded = mha_tt.download(mha_tt.upload(np.array([True, False, True]), device=device))
+    assert downloaded.tolist() == [1.0, 0.0, 1.0]
 
 
 def test_upload_rounds_to_the_nearest_even(device, rng):
     """Upload to bfloat16 rounds to nearest, ties to even, as ml_dtypes does."""
     x = np.concatenate([rng.standard_normal(1000), 1 + np.arange(16) / 2**8]).astype(np.float32)
-    held = mha_tt.download(mha_tt.upload(x, device=device, dtype=ttnn.bfloat16))
-    np.testing.assert_array_equal(held, x.astype(ml_dtypes.bfloat16).astype(np.float32))
+    downloaded = mha_tt.download(mha_tt.upload(x, device=device, dtype=ttnn.bfloat16))
+    np.testing.assert_array_equal(downloaded, x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 def test_bfloat8_b_error_is_bounded_by_block(device, rng):
     """bfloat8_b is off by at most 2^-7 of the largest of 16 neighboring values in a row."""
     x = rng.standard_normal((5, 40)).astype(np.float32)
-    held = mha_tt.download(mha_tt.upload(x, device=device, dtype=ttnn.bfloat8_b))
+    downloaded = mha_tt.download(mha_tt.upload(x, device=device, dtype=ttnn.bfloat8_b))
     largest = (
         np.abs(np.pad(x, ((0, 0), (0, 8))).reshape(5, 3, 16)).max(axis=2).repeat(16, axis=1)[:, :40]
     )
-    assert (np.abs(held - x) <= 2.0**-7 * largest).all()
+    assert (np.abs(downloaded - x) <= 2.0**-7 * largest).all()
 
 
 def test_upload_copies_the_array(device):
@@ -582,9 +582,9 @@ def test_weights_come_back_bit_for_bit(device, spec, rope, fused_qkv, dtype):
     """Uploaded weights, separate or packed, with or without RoPE, are downloaded bit for bit."""
     spec = replace(spec, rope=rope, fused_qkv=fused_qkv)
     weights = rounded_weights(spec, dtype)
-    held = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
-    assert ("qkv_proj.weight" in held) == fused_qkv
-    downloaded = mha_tt.download_weights(held, spec)
+    uploaded = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
+    assert ("qkv_proj.weight" in uploaded) == fused_qkv
+    downloaded = mha_tt.download_weights(uploaded, spec)
     assert downloaded.keys() == weights.keys()
     assert [name for name in weights if not np.array_equal(downloaded[name], weights[name])] == []
 
@@ -595,12 +595,12 @@ def test_sinks_and_relative_bias_round_trip(device):
     """
     spec = replace(SPECS["4x2x12"], sinks=True, relative_bias=RelativeBias(8, 8))
     weights = rounded_weights(spec, ttnn.bfloat16)
-    held = mha_tt.upload_weights(weights, spec, device=device, dtype=ttnn.bfloat8_b)
-    assert (held["relative_bias"].dtype, tuple(held["relative_bias"].shape)) == (
+    uploaded = mha_tt.upload_weights(weights, spec, device=device, dtype=ttnn.bfloat8_b)
+    assert (uploaded["relative_bias"].dtype, tuple(uploaded["relative_bias"].shape)) == (
         ttnn.bfloat16,
         (1, 4, 1, 8),
     )
-    downloaded = mha_tt.download_weights(held, spec)
+    downloaded = mha_tt.download_weights(uploaded, spec)
     assert all(
         np.array_equal(downloaded[name], weights[name]) for name in ("sinks", "relative_bias")
     )
@@ -622,7 +622,7 @@ def padded(weights, heads, head_dim, indices, width):
 def test_heads_are_padded_with_zeros(device, spec, rope):
     """Each feature of a head lies at its index of feature_indices; all other features are 0."""
     weights = parity.random_weights(spec)
-    held = mha_tt.upload_weights(
+    uploaded = mha_tt.upload_weights(
         weights, replace(spec, rope=rope), device=device, dtype=ttnn.float32
     )
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
@@ -636,11 +636,13 @@ def test_heads_are_padded_with_zeros(device, spec, rope):
     for name, count in heads.items():
         expected[f"{name}.weight"] = padded(weights[f"{name}.weight"], count, *layout).T
         expected[f"{name}.bias"] = padded(weights[f"{name}.bias"], count, *layout)[None]
-    assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {
+    assert {name: tuple(tensor.shape) for name, tensor in uploaded.items()} == {
         name: weight.shape for name, weight in expected.items()
     }
     assert [
-        name for name in expected if not np.array_equal(mha_tt.download(held[name]), expected[name])
+        name
+        for name in expected
+        if not np.array_equal(mha_tt.download(uploaded[name]), expected[name])
     ] == []
 
 
@@ -663,11 +665,11 @@ def test_packed_weights_are_q_then_k_then_v(device):
 def test_biases_of_bfloat8_b_are_bfloat16(device):
     """With bfloat8_b weights, all biases are uploaded in bfloat16."""
     spec = SPECS["2x1x16"]
-    held = mha_tt.upload_weights(
+    uploaded = mha_tt.upload_weights(
         parity.random_weights(spec), spec, device=device, dtype=ttnn.bfloat8_b
     )
     dtypes = {
-        kind: {held[f"{part}_proj.{kind}"].dtype for part in ("q", "k", "v", "out")}
+        kind: {uploaded[f"{part}_proj.{kind}"].dtype for part in ("q", "k", "v", "out")}
         for kind in ("weight", "bias")
     }
     assert dtypes == {"weight": {ttnn.bfloat8_b}, "bias": {ttnn.bfloat16}}
@@ -719,8 +721,8 @@ def test_ttnn_layout_matches_uploads(device, spec):
     module = module_of("MultiHeadAttention", fused, device, ttnn.float32, weights)
     by_function = mha_tt.upload_weights(weights, fused, device=device, dtype=ttnn.float32)
 
-    for held in (module.weights, by_function):
-        downloaded = {name: mha_tt.download(tensor) for name, tensor in held.items()}
+    for uploaded in (module.weights, by_function):
+        downloaded = {name: mha_tt.download(tensor) for name, tensor in uploaded.items()}
         assert {name: x.shape for name, x in downloaded.items()} == {
             name: x.shape for name, x in laid_out.items()
         }

@@ -131,7 +131,7 @@ def test_kernel_reruns_if_rows_may_be_lost(device, calls, config_of, times):
     fused_attention(mha_tt)(
         *tensors, is_causal=True, kernel=mha_tt.fused.FusedAttention(config_of(device))
     )
-    found = [dict(call.keywords) for call in calls if call.name == KERNEL]
-    sums = [keywords.pop("compute_kernel_config").fp32_dest_acc_en for keywords in found]
+    kernel_keywords = [dict(call.keywords) for call in calls if call.name == KERNEL]
+    sums = [keywords.pop("compute_kernel_config").fp32_dest_acc_en for keywords in kernel_keywords]
     assert sums == [True, False][-times:]
-    assert all(keywords == found[0] for keywords in found)
+    assert all(keywords == kernel_keywords[0] for keywords in kernel_keywords)

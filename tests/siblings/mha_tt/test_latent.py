@@ -91,14 +91,14 @@ def test_latent_weights_round_trip(device, spec, dtype):
     the device are the same.
     """
     weights = rounded_weights(spec, ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype)
-    held = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
+    uploaded = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
     again = mha_tt.upload_weights(
-        mha_tt.download_weights(held, spec), spec, device=device, dtype=dtype
+        mha_tt.download_weights(uploaded, spec), spec, device=device, dtype=dtype
     )
     for name, weight in weights.items():
-        assert np.array_equal(mha_tt.download(again[name]), mha_tt.download(held[name]))
+        assert np.array_equal(mha_tt.download(again[name]), mha_tt.download(uploaded[name]))
         if dtype != ttnn.bfloat8_b:  # which rounds
-            assert np.array_equal(mha_tt.download_weights(held, spec)[name], weight)
+            assert np.array_equal(mha_tt.download_weights(uploaded, spec)[name], weight)
 
 
 def test_blocks_of_a_head_begin_at_tiles():
@@ -110,8 +110,8 @@ def test_blocks_of_a_head_begin_at_tiles():
         "kv_a_proj": [*range(70), 96, 97, 98, 128, 129, 130],
         "kv_b_proj": [*range(38), *range(64, 104)],
     }
-    found = {name: feature_indices_of(name, TWO_LATENTS).tolist() for name in expected}
-    assert found == expected
+    actual = {name: feature_indices_of(name, TWO_LATENTS).tolist() for name in expected}
+    assert actual == expected
     features = {
         name: padded_features(name, TWO_LATENTS) for name in ("q_b_proj", "kv_a_proj", "v_proj")
     }
@@ -128,10 +128,10 @@ def test_blocks_of_a_head_begin_at_tiles():
 def test_layer_matches_formulas(device, need_weights, spec, dtype):
     """Output and attention weights of a causal layer over latents match the formulas."""
     x, weights = random_tokens(35, dtype), rounded_weights(spec, dtype)
-    held = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
+    uploaded = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
     output, attn_weights = mha_tt.multi_head_attention(
         mha_tt.upload(x, device=device, dtype=dtype),
-        held,
+        uploaded,
         spec,
         is_causal=True,
         need_weights=need_weights,
@@ -251,17 +251,17 @@ def test_bfloat8_b_latents_match_full_pass(device, absorb):
 def test_cached_latents_expand_to_keys(device, dtype):
     """Appended latents expand to the keys and values of the layer, and to 0 in free slots."""
     weights, x = rounded_weights(TWO_LATENTS, dtype), random_tokens(6, dtype)
-    held = mha_tt.upload_weights(weights, TWO_LATENTS, device=device, dtype=dtype)
-    project = mha_tt.project_with(held, TWO_LATENTS)
+    uploaded = mha_tt.upload_weights(weights, TWO_LATENTS, device=device, dtype=dtype)
+    project = mha_tt.project_with(uploaded, TWO_LATENTS)
     on_device = mha_tt.upload(x, device=device, dtype=dtype)
     q, latents = mha_tt.project_latents(project, on_device, TWO_LATENTS)
     cache = mha_tt.init_latent_cache(3, 6, 70, 6, dtype, device=device)
     cache = mha_tt.append_to_latent_cache(cache, latents, new_lengths=[6, 0, 4])
-    found = mha_tt.expand_latents(project, cache.latents[:, :, :6], TWO_LATENTS)
+    actual = mha_tt.expand_latents(project, cache.latents[:, :, :6], TWO_LATENTS)
     expected = mha_tt.project_qkv(project, on_device, on_device, on_device, TWO_LATENTS)
     assert np.array_equal(mha_tt.download(q), mha_tt.download(expected[0]))
     is_cached = (np.arange(6) < np.array([6, 0, 4])[:, None])[:, None, :, None]
-    for cached, new in zip(found, expected[1:], strict=True):
+    for cached, new in zip(actual, expected[1:], strict=True):
         assert_close(mha_tt.download(cached), np.where(is_cached, mha_tt.download(new), 0.0), dtype)
 
 

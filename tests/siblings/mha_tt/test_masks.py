@@ -80,8 +80,8 @@ def test_other_masks_are_not_causal(device, name):
 
 
 @pytest.mark.parametrize("attend", [plain_attention(mha_tt), fused_attention(mha_tt)])
-@pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=str)
-def test_segments_match_equivalent_mask(device, attend, told):
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+def test_segments_match_equivalent_mask(device, attend, options):
     """Attention with segments equals attention with their mask bit for bit."""
     rng, ids = (
         np.random.default_rng(0),
@@ -89,12 +89,12 @@ def test_segments_match_equivalent_mask(device, attend, told):
     )
     arrays = [rng.standard_normal((2, 2, 40, 32)).astype(np.float32) for _ in range(3)]
     tensors = [mha_tt.upload(x, device=device, dtype=ttnn.bfloat16) for x in arrays]
-    mask = mha_tt.create_attention_mask(40, segment_ids=ids, **told)
-    found, expected = (
+    mask = mha_tt.create_attention_mask(40, segment_ids=ids, **options)
+    actual, expected = (
         mha_tt.download(attend(*tensors, **hides)[0])
-        for hides in ({**told, "segment_ids": ids}, {"mask": mask})
+        for hides in ({**options, "segment_ids": ids}, {"mask": mask})
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -309,8 +309,8 @@ def test_device_bias_is_above_masked_value(device, on):
     other.
     """
     bias = mha_tt.upload(BIAS, device=device, dtype=ttnn.float32) if on == "device" else BIAS
-    held = mha_tt.download(bias_on_device(bias, device, ttnn.float32))
-    np.testing.assert_array_equal(held, np.maximum(BIAS, np.float32(LOWEST_BIAS))[None, None])
+    downloaded = mha_tt.download(bias_on_device(bias, device, ttnn.float32))
+    np.testing.assert_array_equal(downloaded, np.maximum(BIAS, np.float32(LOWEST_BIAS))[None, None])
 
 
 @pytest.mark.parametrize("on", ["host", "device"])

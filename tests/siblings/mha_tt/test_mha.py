@@ -170,9 +170,9 @@ def test_temperature_keeps_the_dtype(device, dtype):
     x = mha_tt.upload(np.ones((2, 1, 4, 32)), device=device, dtype=dtype)
     positions = np.array([[0, 2, 3, 6], [7, 10, 27, 30]])
     temperature = Temperature(4, 1.0 / math.log(2.0), first_position=1)
-    found = mha_tt.download(mha_tt.apply_temperature(x, positions, temperature))
+    actual = mha_tt.download(mha_tt.apply_temperature(x, positions, temperature))
     expected = np.array([[1.0, 1.0, 2.0, 2.0], [1.0 + math.log2(3.0)] * 2 + [4.0] * 2])
-    assert_close(found, np.broadcast_to(expected[:, None, :, None], found.shape), dtype)
+    assert_close(actual, np.broadcast_to(expected[:, None, :, None], actual.shape), dtype)
     assert mha_tt.apply_temperature(x, positions[:1] * 0, temperature) is x
 
 
@@ -303,12 +303,12 @@ TOLD = {
 @both_forms
 @pytest.mark.parametrize("masked", [False, True], ids=["alone", "beside-a-mask"])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "beside-a-bias"])
-@pytest.mark.parametrize("told", TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize("options", TOLD.values(), ids=TOLD)
 @pytest.mark.parametrize(
     ("seq_len_q", "seq_len_k"), [(5, 5), (7, 5), (5, 40)], ids=["square", "tall", "wide"]
 )
 def test_causal_and_lengths_match_formula(
-    device, rng, seq_len_q, seq_len_k, told, biased, masked, form
+    device, rng, seq_len_q, seq_len_k, options, biased, masked, form
 ):
     """is_causal and padding lengths, alone or with a mask or a bias, match the formula with the
     equivalent mask.
@@ -318,8 +318,10 @@ def test_causal_and_lengths_match_formula(
     query, key, value = (draw(rng, dtype, 2, heads, length, 8) for heads, length in shapes)
     bias = draw(rng, dtype, seq_len_q, seq_len_k) if biased else None
     mask = rng.random((4, seq_len_q, seq_len_k)) < 0.3 if masked else None
-    context = split_attended(form, device, dtype, query, key, value, mask=mask, bias=bias, **told)
-    hidden = mha_tt.create_attention_mask(seq_len_q, seq_len_k, **told) | (
+    context = split_attended(
+        form, device, dtype, query, key, value, mask=mask, bias=bias, **options
+    )
+    hidden = mha_tt.create_attention_mask(seq_len_q, seq_len_k, **options) | (
         False if mask is None else mask
     )
     expected, _ = attend(query, key, value, mask=hidden, bias=0.0 if bias is None else bias)
@@ -330,11 +332,13 @@ def test_causal_and_lengths_match_formula(
 @both_forms
 def test_causal_and_lengths_equal_their_mask(device, rng, form):
     """is_causal with padding lengths gives the bits of the equivalent mask."""
-    dtype, told = dtype_of(form), TOLD["causal-padding"]
+    dtype, options = dtype_of(form), TOLD["causal-padding"]
     query, key, value = (draw(rng, dtype, 2, 2, 5, 8) for _ in range(3))
-    mask = mha_tt.create_attention_mask(5, 5, **told)
+    mask = mha_tt.create_attention_mask(5, 5, **options)
     expected = split_attended(form, device, dtype, query, key, value, mask=mask)
-    assert np.array_equal(split_attended(form, device, dtype, query, key, value, **told), expected)
+    assert np.array_equal(
+        split_attended(form, device, dtype, query, key, value, **options), expected
+    )
 
 
 @both_dtypes
@@ -500,9 +504,9 @@ def test_bias_of_any_shape_matches_formula(device, rng, axes, masked, on, form, 
         rounded_weights(BARE, dtype),
     )
     options = {"mask": MASK} if masked else {}
-    given = mha_tt.upload(bias, device=device, dtype=dtype) if on == "device" else bias
+    bias_given = mha_tt.upload(bias, device=device, dtype=dtype) if on == "device" else bias
     output, _ = attended(
-        f"module-{form}", BARE, device, dtype, inputs, weights=weights, bias=given, **options
+        f"module-{form}", BARE, device, dtype, inputs, weights=weights, bias=bias_given, **options
     )
     assert_close(output, layer(BARE, weights, **inputs, bias=bias, **options)[0], dtype)
 
@@ -511,8 +515,8 @@ def test_bias_of_any_shape_matches_formula(device, rng, axes, masked, on, form, 
 def test_bias_of_blocks_may_be_bfloat16(device, rng, form):
     """A bfloat16 bias on the device gives a bfloat8_b layer the bits of the bias on the host."""
     bias, inputs = draw(rng, ttnn.bfloat16, 3, 4), crossed(ttnn.bfloat8_b)
-    held = mha_tt.upload(bias, device=device)
-    output, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat8_b, inputs, bias=held)
+    uploaded = mha_tt.upload(bias, device=device)
+    output, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat8_b, inputs, bias=uploaded)
     expected, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat8_b, inputs, bias=bias)
     assert np.array_equal(output, expected)
 
@@ -523,9 +527,9 @@ def test_infinite_bias_on_device_hides_keys(device, form):
     """Elements of -inf in a bias on the device hide their keys as in the formula."""
     bias = np.array([[0.0, -np.inf, 0.5, -np.inf]], np.float32)
     inputs, weights = crossed(ttnn.bfloat16), rounded_weights(BARE, ttnn.bfloat16)
-    given = mha_tt.upload(bias, device=device)
+    uploaded = mha_tt.upload(bias, device=device)
     output, _ = attended(
-        f"module-{form}", BARE, device, ttnn.bfloat16, inputs, weights=weights, bias=given
+        f"module-{form}", BARE, device, ttnn.bfloat16, inputs, weights=weights, bias=uploaded
     )
     assert_close(output, layer(BARE, weights, **inputs, bias=bias)[0], ttnn.bfloat16)
 
@@ -577,8 +581,10 @@ def test_bfloat8_b_weights_equal_bfloat16(device, rng, spec, form):
 def test_bfloat8_b_rounds_given_weights(device):  # the control of the test above
     """Control: bfloat8_b weights differ from the given ones."""
     narrow = module_of("MultiHeadAttention", SPEC, device, weight_dtype=ttnn.bfloat8_b)
-    given = rounded_weights(SPEC, ttnn.bfloat16)["q_proj.weight"]
-    assert not np.array_equal(parity.weights_of(narrow)["q_proj.weight"].astype(np.float32), given)
+    rounded = rounded_weights(SPEC, ttnn.bfloat16)["q_proj.weight"]
+    assert not np.array_equal(
+        parity.weights_of(narrow)["q_proj.weight"].astype(np.float32), rounded
+    )
 
 
 @pytest.mark.board
@@ -825,20 +831,20 @@ def test_wide_heads_are_combined_exactly(device, dtype, heads):
 def test_invalid_projected_positions_raise(device, positions, error):
     """Positions of a wrong length, rank, batch or dtype raise an error in project_qkv."""
     spec = parity.AttentionSpec(8, 2, rope=parity.Rope(1e4))
-    held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
+    uploaded = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
     with rejects("positions").of(error):
-        mha_tt.project_qkv(mha_tt.project_with(held), x, x, x, spec, np.array(positions))
+        mha_tt.project_qkv(mha_tt.project_with(uploaded), x, x, x, spec, np.array(positions))
 
 
 def test_rotations_of_wrong_positions_raise(device):
     """A Rotation whose positions do not fit the tokens raises an error."""
     spec = parity.AttentionSpec(8, 2, rope=parity.Rope(1e4))
-    held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
+    uploaded = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
     rotations = mha_tt.Rotation(np.array([[0]]), spec.rope, head_dim=4, padded=64, device=device)
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
     with rejects("positions", "a Rotation for (1, 1)"):
-        mha_tt.multi_head_attention(x, held, spec, positions=rotations)
+        mha_tt.multi_head_attention(x, uploaded, spec, positions=rotations)
 
 
 @pytest.mark.parametrize("has_key", [False, True], ids=["self", "cross"])
@@ -850,8 +856,8 @@ def test_rotation_without_use_is_ignored(device, path, has_key):
         np.array([[7, 3, 5]]), parity.Rope(), head_dim=4, padded=64, device=device
     )
     expected, _ = attended(path, SPEC, device, ttnn.bfloat16, inputs)
-    found, _ = attended(path, SPEC, device, ttnn.bfloat16, inputs, positions=rotation)
-    assert np.array_equal(found, expected)
+    actual, _ = attended(path, SPEC, device, ttnn.bfloat16, inputs, positions=rotation)
+    assert np.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("seq_len", [1, 5, 40])
@@ -880,5 +886,5 @@ def test_self_attention_accepts_empty_input(device, shape, spec, dtype):
     """Self-attention without tokens or sequences has an output of the same size."""
     module = module_of("MultiHeadSelfAttention", parity.AttentionSpec(24, 4, **spec), device, dtype)
     x = mha_tt.upload(np.ones(shape), device=device, dtype=dtype)
-    for told in ({}, {"is_causal": True}, {"key_padding_lengths": [0] * shape[0]}):
-        assert tuple(module(x, **told).shape)[:2] == shape[:2]
+    for options in ({}, {"is_causal": True}, {"key_padding_lengths": [0] * shape[0]}):
+        assert tuple(module(x, **options).shape)[:2] == shape[:2]

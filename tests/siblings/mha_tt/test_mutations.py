@@ -136,9 +136,9 @@ def step_without_spec(original, q, keys, values, last_positions, spec=None, **op
 
 
 def without_bias(name: str, stage: str) -> Mutation:
-    def project_with(original, held, spec, **options):
+    def project_with(original, weights, spec, **options):
         return original(
-            {key: x for key, x in held.items() if key != f"{name}.bias"}, spec, **options
+            {key: x for key, x in weights.items() if key != f"{name}.bias"}, spec, **options
         )
 
     return one("causal", stage, weights.project_with, project_with)

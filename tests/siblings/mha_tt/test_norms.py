@@ -42,7 +42,7 @@ def test_padding_of_heads_is_not_normalized(device, rng, norm, rope):
         mha_tt.padded_head_dim(size, rope=rope is not None),
     )
     x = rng.standard_normal((2, heads, 5, size)).astype(np.float32) + 1
-    held = {
+    weights_on_device = {
         name: rng.standard_normal(shape).astype(np.float32)
         for name, shape in norm.shapes(heads, size).items()
     }
@@ -53,15 +53,17 @@ def test_padding_of_heads_is_not_normalized(device, rng, norm, rope):
         wide = wide[None, :, None] if array.ndim == 2 else wide[None] if array.ndim == 1 else wide
         return mha_tt.upload(wide, device=device, dtype=ttnn.float32)
 
-    parameters = {name: uploaded(array) for name, array in held.items()}
-    found = mha_tt.download(
+    parameters = {name: uploaded(array) for name, array in weights_on_device.items()}
+    actual = mha_tt.download(
         mha_tt.apply_norm(uploaded(x), norm, **parameters, feature_indices=indices)
     )
     expected = exact(
-        x, norm, *(array[:, None] if array.ndim == 2 else array for array in held.values())
+        x,
+        norm,
+        *(array[:, None] if array.ndim == 2 else array for array in weights_on_device.values()),
     )
-    assert_close(found[..., indices], expected, ttnn.float32)
-    assert not np.delete(found, indices, axis=-1).any()
+    assert_close(actual[..., indices], expected, ttnn.float32)
+    assert not np.delete(actual, indices, axis=-1).any()
 
 
 def test_norm_of_empty_tensor_is_empty(device):
@@ -78,9 +80,10 @@ def test_new_norms_are_exact_in_each_dtype(device, dtype):
     norm = Norm("layer", bias=True, per_head=True, weight="1+w")
     spec = parity.AttentionSpec(24, 2, rope=parity.Rope(), qk_norm=norm, v_norm=Norm(over="width"))
     layer = mha_tt.MultiHeadAttention(spec, device=device, dtype=dtype)
-    held = mha_tt.download_weights(layer.weights, spec)
-    assert held["q_norm.weight"].shape == (2, 12)
+    downloaded = mha_tt.download_weights(layer.weights, spec)
+    assert downloaded["q_norm.weight"].shape == (2, 12)
     for name in spec.parameters:
         assert np.array_equal(
-            held[name], np.full_like(held[name], 1.0 if name == "v_norm.weight" else 0.0)
+            downloaded[name],
+            np.full_like(downloaded[name], 1.0 if name == "v_norm.weight" else 0.0),
         )

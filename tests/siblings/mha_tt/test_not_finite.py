@@ -133,7 +133,7 @@ def test_padded_token_keeps_finite_features(device, value, spec, dtype):
     """In padding a NaN or infinite feature counts as 0, and all other features as they are."""
     module = module_of("MultiHeadSelfAttention", spec, device, dtype)
     expected, output = (
-        apply(module, tokens(dtype, 4, each), key_padding_lengths=LENGTHS) for each in (0.0, value)
+        apply(module, tokens(dtype, 4, fill), key_padding_lengths=LENGTHS) for fill in (0.0, value)
     )
     assert np.array_equal(output, expected)
 
@@ -324,12 +324,12 @@ def test_contained_kernel_keeps_offset(device):
     """
     query, key, value = (heads(ttnn.float32, seed) for seed in range(3))
     spec = AttentionSpec(N * H, N, num_kv_heads=K, alibi=Alibi())
-    told = Mask(is_causal=True, q_offset=np.array([T - 2, T - 3])), Scores(spec)
+    arguments = Mask(is_causal=True, q_offset=np.array([T - 2, T - 3])), Scores(spec)
     tensors = [
         mha_tt.upload(x, device=device, dtype=ttnn.float32) for x in (query[:, :, :2], key, value)
     ]
     context, expected = (
-        mha_tt.download(kernel(*tensors, *told))
+        mha_tt.download(kernel(*tensors, *arguments))
         for kernel in (contained(fused.attend), fused.attend)
     )
     assert np.array_equal(context, expected)

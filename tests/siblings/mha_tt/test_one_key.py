@@ -88,10 +88,10 @@ def test_one_key_or_query_matches_formula(device, path, size):
         hidden = np.broadcast_to(hidden, (BATCH, NUM_HEADS, num_queries, num_keys))
         bias = expected_scores(fields, keywords.get("bias", np.zeros(1)), num_queries, num_keys)
         expected, expected_weights = attend(*heads, mask=hidden, bias=bias)
-        found = mha_tt.download(context)
+        actual = mha_tt.download(context)
         tolerance = ttnn.bfloat16 if "soft_cap" in fields else dtype
-        assert not found[hidden.all(axis=-1)].any(), name
-        assert_close(found, expected, tolerance)
+        assert not actual[hidden.all(axis=-1)].any(), name
+        assert_close(actual, expected, tolerance)
         if attn_weights is not None:
             assert_close(mha_tt.download(attn_weights), expected_weights, tolerance)
 
@@ -121,7 +121,7 @@ def test_layer_without_keys_matches_formula(device, kind, dtype, need_weights):
         for i, length in [(0, 3), (1, 1)]
     )
     inputs = (x, memory) if kind == "MultiHeadAttention" else (memory,)
-    uploaded = [mha_tt.upload(each, device=device, dtype=dtype) for each in inputs]
+    uploaded = [mha_tt.upload(tensor, device=device, dtype=dtype) for tensor in inputs]
     options = {"need_weights": True} if need_weights and kind == "MultiHeadAttention" else {}
     output = module(*uploaded, key_padding_lengths=[1, 0], **options)
     output = output[0] if isinstance(output, tuple) else output

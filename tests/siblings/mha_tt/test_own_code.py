@@ -83,8 +83,8 @@ def own(tmp_path, monkeypatch, opened_device):
 
 
 def words(function, *questions, **declared):
-    found = examine(function, questions, framework="ttnn", **declared)
-    return [found[question].words for question in questions]
+    examination = examine(function, questions, framework="ttnn", **declared)
+    return [examination[question].words for question in questions]
 
 
 # ---- Conventions ---------------------------------------------------------------------------------
@@ -163,8 +163,8 @@ def test_unsupported_dtypes_raise(capsys):
     """bfloat16 and float32 are examined; `--dtypes float16` exits with 2 and names the dtype."""
     import own_tt
 
-    found = examine(own_tt.attention, ["attends"], ["bfloat16", "float32"], framework="ttnn")
-    assert found["attends"].words == "to all tokens"
+    examination = examine(own_tt.attention, ["attends"], ["bfloat16", "float32"], framework="ttnn")
+    assert examination["attends"].words == "to all tokens"
     assert (
         main(["conformance", "own_tt:attention", "--framework", "ttnn", "--dtypes", "float16"]) == 2
     )
@@ -281,11 +281,11 @@ def test_injected_bug_is_named(diagnosed, fault):
 
 def test_diagnosis_uses_arithmetic_of_device(diagnosed, monkeypatch):
     """`diagnose` uses the arithmetic "tensix" on a card and "ieee" on a mock board."""
-    given = []
+    arithmetics = []
     monkeypatch.setattr(
         "parity.explain.diagnosis.diagnose.diagnose",
         lambda observed, problem, *, arithmetic, **_: (
-            given.append(arithmetic) or parity.Diagnosis()
+            arithmetics.append(arithmetic) or parity.Diagnosis()
         ),
     )
     lock = tt.lock
@@ -298,8 +298,8 @@ def test_diagnosis_uses_arithmetic_of_device(diagnosed, monkeypatch):
     diagnosed("none")
     monkeypatch.setattr(tt, "lock", of_a_card)
     diagnosed("none")
-    assert given[1:] == ["tensix"]
-    assert given[0] == ("ieee" if IS_MOCK else "tensix")
+    assert arithmetics[1:] == ["tensix"]
+    assert arithmetics[0] == ("ieee" if IS_MOCK else "tensix")
 
 
 def test_function_without_tensor_raises(own, diagnosed, capsys):

@@ -66,8 +66,8 @@ def test_pages_match_slots(device, name, page_size):
     """Outputs, lengths and contents of a paged cache equal a cache in slots, bit for bit."""
     module, slots, pages = made(device, LAYERS[name], page_size=page_size)
     expected, slots = run(module, slots)
-    found, pages = run(module, pages)
-    assert all(map(np.array_equal, found, expected))
+    actual, pages = run(module, pages)
+    assert all(map(np.array_equal, actual, expected))
     assert pages.lengths.tolist() == slots.lengths.tolist()
     assert all(map(np.array_equal, in_slots(pages), in_slots(slots)))
 
@@ -137,8 +137,8 @@ def test_changed_pages_match_changed_slots(device, name):
     """After reordering, cropping, growing or repeating once, a paged cache equals one in slots."""
     module, slots, pages = made(device, LAYERS["many heads"])
     expected, slots = run(module, slots, BETWEEN[name])
-    found, pages = run(module, pages, BETWEEN[name])
-    assert all(map(np.array_equal, found, expected))
+    actual, pages = run(module, pages, BETWEEN[name])
+    assert all(map(np.array_equal, actual, expected))
     assert (pages.capacity, pages.lengths.tolist()) == (slots.capacity, slots.lengths.tolist())
     assert all(map(np.array_equal, in_slots(pages), in_slots(slots)))
 
@@ -160,7 +160,9 @@ def test_swapped_pages_change_outputs(device):
     _, cache = module(tokens(device, 40), pages)
     other = replace(cache, page_table=cache.copy().reorder([1, 0, 2]).page_table)
     token = tokens(device, 1)
-    right, wrong = (mha_tt.download(module(token, each)[0]) for each in (cache, other))
+    right, wrong = (
+        mha_tt.download(module(token, cache_of_row)[0]) for cache_of_row in (cache, other)
+    )
     assert not np.array_equal(right[:2], wrong[:2])
     assert np.array_equal(right[2], wrong[2])
 

@@ -25,7 +25,7 @@ every_board = pytest.mark.parametrize("board", COMPARED)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def results(tmp_path_factory):
     """Return a function of the results of a board's process, which one worker starts for all."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
@@ -53,9 +53,9 @@ def found(tmp_path_factory):
 
 @sample(board=["n300"])
 @every_board
-def test_divided_heads_match_undivided_layer(found, board):
+def test_divided_heads_match_undivided_layer(results, board):
     """All stages of layers with divided heads are within the budget of the undivided layer."""
-    compared = found(board)["compared"]
+    compared = results(board)["compared"]
     assert len(compared) == sum(map(len, COMPARED[board].values()))
     for stages, failed, _ in compared.values():
         assert stages
@@ -64,9 +64,9 @@ def test_divided_heads_match_undivided_layer(found, board):
 
 @sample(board=["n300"])
 @every_board
-def test_chips_send_exactly_one_sum(found, board):
+def test_chips_send_exactly_one_sum(results, board):
     """Each program sends one all-reduce, and none without an output projection."""
-    sent = [each for _, _, of_cases in found(board)["compared"].values() for each in of_cases]
+    sent = [sums for _, _, of_cases in results(board)["compared"].values() for sums in of_cases]
     assert {program for _, program, *_ in sent} > {"fused.forward", "step"}
     assert all(counted == ideal for *_, counted, ideal in sent)
     assert all(
@@ -84,46 +84,48 @@ def test_chips_send_exactly_one_sum(found, board):
     ],
 )
 def test_wrong_division_fails_at_its_stage(
-    found, bug, first, reason
+    results, bug, first, reason
 ):  # the control of the tests above
     """Control: each injected bug of dividing heads fails first at its stage."""
-    failed = found("n300")["controls"][bug]
-    stage, told = next(iter(failed.items()))
+    failed = results("n300")["controls"][bug]
+    stage, reasons = next(iter(failed.items()))
     assert stage.split()[-1] == first
-    assert told.startswith(reason)
+    assert reasons.startswith(reason)
 
 
-def test_redundant_sum_is_counted(found):
+def test_redundant_sum_is_counted(results):
     """Control: an additional all-reduce leaves results correct, and is counted."""
-    _, failed, sent = found("n300")["controls"]["a sum too many"]
+    _, failed, sent = results("n300")["controls"]["a sum too many"]
     assert failed == {}
     assert [counted for _, _, counted, _ in sent] == [{"all-reduce": 2}] * 2
 
 
 @sample(board=["n300"])
 @every_board
-def test_collectives_match_golden_functions(found, board):
+def test_collectives_match_golden_functions(results, board):
     """Collectives on each chip return the values of ttnn's own golden functions."""
-    told = {name: facts for name, facts in found(board).items() if name.endswith("as ttnn says")}
-    assert told
-    for facts in told.values():
+    checks = {
+        name: facts for name, facts in results(board).items() if name.endswith("as ttnn says")
+    }
+    assert checks
+    for facts in checks.values():
         assert len(facts) >= 7
         assert all(facts.values()), facts
 
 
-def test_row_parallel_product_needs_its_sum(found):
+def test_row_parallel_product_needs_its_sum(results):
     """A product with divided rows is off by more than 0.1 without its sum, and by less than 1e-6
     with it.
     """
-    without, summed, said = found("n300")["by rows"]
+    without, summed, message = results("n300")["by rows"]
     assert without > 0.1
     assert summed < 1e-6
-    assert rejects("tensor", where="ValueError").is_printed_in(said)
+    assert rejects("tensor", where="ValueError").is_printed_in(message)
 
 
-def test_divided_weights_round_trip(found):
+def test_divided_weights_round_trip(results):
     """Weights are read from divided layers and loaded into them bit for bit."""
-    assert found("n300")["carried"] == [True, True]
+    assert results("n300")["carried"] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -141,17 +143,17 @@ def test_divided_weights_round_trip(found):
         ("bias of all heads", rejects("bias", {"bias.shape": (1, 8, 5, 5)})),
     ],
 )
-def test_unsupported_divisions_raise_by_name(found, name, input_error):
+def test_unsupported_divisions_raise_by_name(results, name, input_error):
     """Layers and calls that cannot be divided raise an error that names the argument."""
-    kind, _, said = found("n300")["rejected"][name].partition(": ")
-    assert input_error.is_printed_in(said)
+    kind, _, message = results("n300")["rejected"][name].partition(": ")
+    assert input_error.is_printed_in(message)
     assert kind == input_error.kind.__name__
 
 
-def test_unknown_mesh_operation_raises(found):
+def test_unknown_mesh_operation_raises(results):
     """ttnn.all_broadcast, which has no values on a mesh, raises NotImplementedError with its
     name.
     """
-    assert found("n300")["rejected"]["broadcast"].startswith(
+    assert results("n300")["rejected"]["broadcast"].startswith(
         "NotImplementedError: ttnn.all_broadcast "
     )

@@ -49,8 +49,8 @@ def test_run_reports_source_of_its_values():
     """
     case, weights = CASES["full"], random_weights(CASES["full"].spec, seed=9)
     values = "tt ran without its hardware: in 1 case its values come from"
-    (told,) = run_cases([case], ["tt"]).warnings
-    assert told.startswith(f"{values} a recording made on a simulated Blackhole")
+    (warning,) = run_cases([case], ["tt"]).warnings
+    assert warning.startswith(f"{values} a recording made on a simulated Blackhole")
     report = run_cases([case], ["tt"], weights=weights)
     assert report.warnings[0] == f"{values} golden functions"
     assert re.match(

@@ -152,7 +152,7 @@ KINDS = {
 def rotated_on_paper(x, positions, rope):
     """Return rotated features, one by one; positions are (axes or 1, B or 1, T)."""
     lengths = positions.max(axis=(0, 2)) + 1
-    found = x.astype(np.float64)
+    rotated = x.astype(np.float64)
     firsts, seconds = pairs(rope, x.shape[3])
     for b in range(x.shape[0]):
         row = b % positions.shape[1]
@@ -162,9 +162,9 @@ def rotated_on_paper(x, positions, rope):
         ):
             angles = positions[axis % len(positions), row] * angular[pair]
             cos, sin = amplitude(rope) * np.cos(angles), amplitude(rope) * np.sin(angles)
-            found[b, :, :, i] = x[b, :, :, i] * cos - x[b, :, :, j] * sin
-            found[b, :, :, j] = x[b, :, :, j] * cos + x[b, :, :, i] * sin
-    return found
+            rotated[b, :, :, i] = x[b, :, :, i] * cos - x[b, :, :, j] * sin
+            rotated[b, :, :, j] = x[b, :, :, j] * cos + x[b, :, :, i] * sin
+    return rotated
 
 
 @sample(12)
@@ -180,10 +180,10 @@ def test_rope_kinds_match_formula(device, rng, kind, dtype):
     indices = mha_tt.feature_indices(12, rope=rope)
     padded[..., indices] = x
     heads = mha_tt.upload(padded, device=device, dtype=dtype)
-    given = positions if rope.sections else positions[0]
-    found = mha_tt.download(mha_tt.apply_rope(heads, given, rope, head_dim=12))
-    assert_close(found[..., indices], rotated_on_paper(x, positions, rope), dtype)
-    assert not np.delete(found, indices, axis=-1).any()
+    positions_given = positions if rope.sections else positions[0]
+    actual = mha_tt.download(mha_tt.apply_rope(heads, positions_given, rope, head_dim=12))
+    assert_close(actual[..., indices], rotated_on_paper(x, positions, rope), dtype)
+    assert not np.delete(actual, indices, axis=-1).any()
 
 
 @pytest.mark.parametrize("kind", ["neighbours", "the last features"])
@@ -223,8 +223,8 @@ def layer_output(device, x, **options):
 def test_layer_uses_given_positions(device, rng):
     """Given positions change the output."""
     x = rng.standard_normal((2, 3, 8))
-    given = layer_output(device, x, positions=np.array([[0, 1, 9]]))
-    assert np.abs(layer_output(device, x) - given).max() > 1e-3
+    at_positions = layer_output(device, x, positions=np.array([[0, 1, 9]]))
+    assert np.abs(layer_output(device, x) - at_positions).max() > 1e-3
 
 
 def test_layer_adapts_rotations_to_length(device, rng):

@@ -65,13 +65,13 @@ def test_mesh_run_reports_stages_and_traffic(tmp_path):
     assert "Traffic between devices" not in alone
     assert "tt fused.forward: 1 all-reduce: 1" in printed
     report = json.loads(path.read_text())
-    stages = {each["stage"] for each in report["results"] if each["status"] == "passed"}
+    stages = {result["stage"] for result in report["results"] if result["status"] == "passed"}
     assert {"q", "k", "v", "scores", "attn_weights", "context", "output", "fused.output"} <= stages
     assert len(report["environment"]["backends"]["tt"]["devices"]) == 2
     assert report["environment"]["mesh"] == "tensor=2"
-    programs = [each["program"] for each in report["collectives"]]
+    programs = [collective["program"] for collective in report["collectives"]]
     assert programs == ["forward", "fused.forward"]
-    assert all(each["counted"] == each["ideal"] for each in report["collectives"])
+    assert all(collective["counted"] == collective["ideal"] for collective in report["collectives"])
 
 
 def test_indivisible_cases_are_skipped():
@@ -102,6 +102,6 @@ def test_indivisible_cases_are_skipped():
 def test_unsupported_meshes_fail_in_one_line(arguments, input_error, capsys):
     """A mesh that chips do not support exits with 2 and prints one line that names the mesh."""
     assert main(["mesh", *arguments, "--backends", "tt", "--cases", "causal"]) == 2
-    said = capsys.readouterr().err
-    assert input_error.is_printed_in(said)
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert input_error.is_printed_in(printed)
+    assert printed.count("\n") == 1

@@ -70,10 +70,10 @@ def by_function(function, *cache):
     def run(device, kernel):
         spec = LATENT if function is mha_tt.multi_head_latent_attention else SPEC
         weights = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
-        held = [make(device) for make in cache]
+        slots = [make(device) for make in cache]
         options = {} if kernel is None else {"kernel": kernel}
         return [
-            function(mha_tt.upload(tokens(5), device=device), weights, spec, *held, **options)[0]
+            function(mha_tt.upload(tokens(5), device=device), weights, spec, *slots, **options)[0]
         ]
 
     return run
@@ -103,10 +103,10 @@ def test_custom_kernel_replaces_default(device, calls, way):
     kernels, and outputs match the default's.
     """
     kernel, run = Noted(), WAYS[way]
-    found = run(device, kernel)
-    assert len(kernel.shapes) == len(found)
+    actual = run(device, kernel)
+    assert len(kernel.shapes) == len(actual)
     assert not {KERNEL, KERNEL_OF_STEP} & {call.name for call in calls}
-    for output, expected in zip(found, run(device, None), strict=True):
+    for output, expected in zip(actual, run(device, None), strict=True):
         assert_close(mha_tt.download(output), mha_tt.download(expected), ttnn.bfloat16)
     assert {KERNEL, KERNEL_OF_STEP} & {call.name for call in calls}
 
@@ -132,7 +132,7 @@ def test_kernel_has_its_own_arithmetic(device, calls):
     """Attention runs with the arithmetic of the kernel, and projections with the module's."""
     fast, accurate = mha_tt.fast_config(device), mha_tt.accurate_config(device)
     WAYS["cache"](device, fused.FusedAttention(fast))
-    found = {
+    configs = {
         name: {
             mha_tt.describe_config(call.keywords["compute_kernel_config"])
             for call in calls
@@ -140,10 +140,10 @@ def test_kernel_has_its_own_arithmetic(device, calls):
         }
         for name in (KERNEL, KERNEL_OF_STEP, "ttnn.linear")
     }
-    told = {mha_tt.describe_config(fast)}
-    assert found == {
-        KERNEL: told,
-        KERNEL_OF_STEP: told,
+    fast_only = {mha_tt.describe_config(fast)}
+    assert configs == {
+        KERNEL: fast_only,
+        KERNEL_OF_STEP: fast_only,
         "ttnn.linear": {mha_tt.describe_config(accurate)},
     }
 
@@ -177,6 +177,6 @@ def test_unsupported_calls_use_plain_path(device, calls, rng, name):
         Mask(key_padding_lengths=[4, 7]),
         replace(Scores(BareHeads(features[0])), **changes),
     )
-    found = mha_tt.download(fused.attend(q, k, v, visible, scores))
+    actual = mha_tt.download(fused.attend(q, k, v, visible, scores))
     assert KERNEL not in {call.name for call in calls}
-    assert np.array_equal(found, mha_tt.download(stages.attend(q, k, v, visible, scores)[0]))
+    assert np.array_equal(actual, mha_tt.download(stages.attend(q, k, v, visible, scores)[0]))

@@ -145,10 +145,10 @@ def test_step_cost_of_more_sequences(device, calls, batch_size, cost):
     """
     module, x = made(device, LAYERS["few heads"], batch_size=batch_size)
     lengths = [(3, 1, 2)[i % 3] for i in range(batch_size)]
-    found, cache = steps(module, x, begun(module, x, lengths))
+    actual, cache = steps(module, x, begun(module, x, lengths))
     for i in {0, batch_size - 1}:
         alone, _ = steps(module, x[i : i + 1], begun(module, x[i : i + 1], lengths[i : i + 1]))
-        assert_close(found[i : i + 1], alone, ttnn.bfloat16)
+        assert_close(actual[i : i + 1], alone, ttnn.bfloat16)
     token = mha_tt.upload(x[:, :1], device=device)
     calls.clear()
     module(token, cache)
@@ -175,8 +175,8 @@ def test_unused_positions_change_no_step(device, uploads):
     """Without RoPE, given positions change neither outputs nor the absence of uploads."""
     module, x = made(device, LAYERS["no RoPE"])
     expected, _ = steps(module, x, begun(module, x))
-    found, cache = steps(module, x, begun(module, x), positions=np.array([[9]]))
-    assert np.array_equal(found, expected)
+    actual, cache = steps(module, x, begun(module, x), positions=np.array([[9]]))
+    assert np.array_equal(actual, expected)
     token = mha_tt.upload(x[:, :1], device=device)
     uploads.clear()
     module(token, cache, positions=np.array([[9]]))
@@ -284,11 +284,11 @@ BETWEEN = {
 def test_positions_follow_cache(device, name):
     """A step after a change of the cache equals one whose positions are uploaded."""
     module, x = made(device, LAYERS["few heads"])
-    found, after = steps(module, x, begun(module, x), lambda cache: BETWEEN[name](module, cache))
+    actual, after = steps(module, x, begun(module, x), lambda cache: BETWEEN[name](module, cache))
     expected, cache = steps(
         module, x, begun(module, x), lambda cache: replace(BETWEEN[name](module, cache))
     )
-    assert np.array_equal(found, expected)
+    assert np.array_equal(actual, expected)
     assert after.lengths.tolist() == cache.lengths.tolist()
 
 
@@ -298,10 +298,10 @@ def test_cache_in_other_layer_uses_its_table(device):
     other, _ = made(device, replace(LAYERS["few heads"], rope=parity.Rope(100.0)))
     _, cache = steps(module, x, begun(module, x))
     token, copied = mha_tt.upload(x[:, :1], device=device), cache.copy()
-    found = mha_tt.download(other(token, cache)[0])
+    actual = mha_tt.download(other(token, cache)[0])
     expected = mha_tt.download(other(token, replace(cache))[0])
-    assert np.array_equal(found, expected)
-    assert not np.array_equal(found, mha_tt.download(module(token, copied)[0]))
+    assert np.array_equal(actual, expected)
+    assert not np.array_equal(actual, mha_tt.download(module(token, copied)[0]))
 
 
 def test_functions_count_like_modules(device, uploads):
@@ -331,9 +331,9 @@ def test_loading_weights_renews_step_tensors(device, name):
     before, cache = steps(module, x, begun(module, x))
     module.load_weights(other)
     cache = cache.crop(cache.lengths - 3)
-    found, (same, _) = steps(module, x, cache)[0], steps(expected, x, replace(cache))
-    assert np.array_equal(found, same)
-    assert not np.array_equal(found, before)
+    actual, (same, _) = steps(module, x, cache)[0], steps(expected, x, replace(cache))
+    assert np.array_equal(actual, same)
+    assert not np.array_equal(actual, before)
 
 
 def test_sinks_follow_arithmetic_of_step(device):
@@ -373,10 +373,10 @@ def test_steps_use_overridden_projection(device):
     replaced = Doubled(spec, device=device).eval()
     replaced.load_weights(weights)
     module.load_weights(weights | {"v_proj.weight": 2.0 * weights["v_proj.weight"]})
-    found, expected = (steps(each, x, begun(each, x))[0] for each in (replaced, module))
-    assert_close(found, expected, ttnn.bfloat16)
+    layer, expected = (steps(layer, x, begun(layer, x))[0] for layer in (replaced, module))
+    assert_close(layer, expected, ttnn.bfloat16)
     module.load_weights(weights)
-    assert not np.allclose(found, steps(module, x, begun(module, x))[0], atol=0.1)
+    assert not np.allclose(layer, steps(module, x, begun(module, x))[0], atol=0.1)
 
 
 def test_positions_that_stay_are_wrong(device, monkeypatch):
@@ -397,12 +397,12 @@ def test_rotary_table_terms_match_rotation(device, position, is_row_each):
     row = devices.upload_rows(np.array([[position]]), device=device, dtype=ttnn.uint32)
     rotation = table.rotation(row, is_row_each=is_row_each)
     if is_row_each:
-        found = mha_tt.download(rotation.matrices)[0, 0]
+        actual = mha_tt.download(rotation.matrices)[0, 0]
     else:  # each feature by itself
         x = mha_tt.upload(np.eye(64)[None, :, None], device=device, dtype=ttnn.float32)
-        found = mha_tt.download(rotation.rotate(x))[0, :, 0]
+        actual = mha_tt.download(rotation.rotate(x))[0, :, 0]
     expected = rotate(np.eye(64)[None, :, None], [[position]], 10000.0)[0, :, 0]
-    assert np.abs(found - expected).max() <= 2**-16
+    assert np.abs(actual - expected).max() <= 2**-16
 
 
 # ---- Traces --------------------------------------------------------------------------------------

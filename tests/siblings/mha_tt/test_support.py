@@ -34,7 +34,7 @@ def test_recorded_layer_support_is_current():
     ]  # a separate process, because it opens a different board
     result = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    found, recorded = json.loads(result.stdout)
-    assert found == recorded
-    assert found["alibi"]["heads"].startswith("alibi ")
-    assert found["alibi"]["TTNN"] == "plain"
+    measured, recorded = json.loads(result.stdout)
+    assert measured == recorded
+    assert measured["alibi"]["heads"].startswith("alibi ")
+    assert measured["alibi"]["TTNN"] == "plain"

@@ -41,8 +41,8 @@ def gradients(device):
 
 
 ERRORS = {
-    each.__name__.replace("_", " "): each
-    for each in (float16, float32_in_the_kernel, dropout_in_float32, gradients)
+    case.__name__.replace("_", " "): case
+    for case in (float16, float32_in_the_kernel, dropout_in_float32, gradients)
 }
 
 

@@ -163,8 +163,8 @@ def test_window_needs_no_mask_upload(device, calls, uploads, rng, seq_len, windo
     uploads.clear()
     context, _ = fused_attention(mha_tt)(*heads, spec_of(window_size), is_causal=True)
     call, _ = (call for call in calls if call.name == KERNEL)  # twice: see test_large_logits.py
-    told = [call.keywords[name] for name in ("is_causal", "sliding_window_size", "attn_mask")]
-    assert (told, uploads) == ([True, window_size if window_size < seq_len else None, None], [])
+    keywords = [call.keywords[name] for name in ("is_causal", "sliding_window_size", "attn_mask")]
+    assert (keywords, uploads) == ([True, window_size if window_size < seq_len else None, None], [])
     expected, _ = attend(
         *arrays, mask=mha_tt.create_sliding_window_mask(seq_len, window_size=window_size)
     )
@@ -178,9 +178,9 @@ def test_window_and_sinks_match_plain_path(device, calls, rng):
     sinks = mha_tt.upload(
         np.array([1.0, -2.0, 3.0, 0.0]).reshape(1, 4, 1, 1), device=device, dtype=ttnn.float32
     )
-    told = {"is_causal": True, "sinks": sinks}
-    context, _ = fused_attention(mha_tt)(*heads, spec_of(33, sinks=True), **told)
-    expected, _ = plain_attention(mha_tt)(*heads, spec_of(33, sinks=True), **told)
+    options = {"is_causal": True, "sinks": sinks}
+    context, _ = fused_attention(mha_tt)(*heads, spec_of(33, sinks=True), **options)
+    expected, _ = plain_attention(mha_tt)(*heads, spec_of(33, sinks=True), **options)
     assert [call.keywords["sliding_window_size"] for call in calls if call.name == KERNEL] == [
         33,
         33,
@@ -217,17 +217,17 @@ def test_layer_with_window_matches_formula(device, dtype, need_weights):
         "MultiHeadSelfAttention" if not need_weights else "MultiHeadAttention", SPEC, device, dtype
     )
     x = rounded(np.random.default_rng(1).standard_normal((2, 40, 24)), dtype)
-    told = {"need_weights": True} if need_weights else {}
+    options = {"need_weights": True} if need_weights else {}
     on_device = mha_tt.upload(x, device=device, dtype=dtype)
-    found = module(on_device, is_causal=True, **told)
+    actual = module(on_device, is_causal=True, **options)
     of_function, _ = mha_tt.multi_head_attention(
-        on_device, module.weights, SPEC, is_causal=True, **told
+        on_device, module.weights, SPEC, is_causal=True, **options
     )
     mask = mha_tt.create_sliding_window_mask(40, window_size=3)
     expected, _ = layer(SPEC, rounded_weights(SPEC, dtype), x, mask=mask)
-    found = mha_tt.download(found[0] if need_weights else found)
-    assert np.array_equal(mha_tt.download(of_function), found)
-    assert_close(found, expected, dtype)
+    actual = mha_tt.download(actual[0] if need_weights else actual)
+    assert np.array_equal(mha_tt.download(of_function), actual)
+    assert_close(actual, expected, dtype)
 
 
 @pytest.mark.board
@@ -293,9 +293,9 @@ def test_nan_affects_only_windows_with_it(device, calls, uploads, rng, window_si
     dirty = [mha_tt.upload(x, device=device) for x in arrays]
     uploads.clear()
     spec = spec_of(window_size)
-    told = Mask(is_causal=True, span=spec.span), Scores(spec)
+    arguments = Mask(is_causal=True, span=spec.span), Scores(spec)
     expected, context = (
-        mha_tt.download(contained(fused.attend)(*heads, *told)) for heads in (clean, dirty)
+        mha_tt.download(contained(fused.attend)(*heads, *arguments)) for heads in (clean, dirty)
     )
     assert uploads == []
     sees = ~mha_tt.create_sliding_window_mask(100, window_size=window_size)[:, [5, 6, 40]].all(
@@ -361,7 +361,7 @@ def test_step_sinks_match_plain_path(device, rng, num_heads, num_kv_heads, width
     spec = parity.AttentionSpec(
         num_heads * width, num_heads, num_kv_heads=num_kv_heads, head_dim=width, sinks=True
     )
-    found = mha_tt.fused.attend_to_cache(q, k, v, last_positions, spec, learned={"sinks": sinks})
+    actual = mha_tt.fused.attend_to_cache(q, k, v, last_positions, spec, learned={"sinks": sinks})
     prompts = (
         mha_tt.upload(query.swapaxes(0, 1).swapaxes(1, 2), device=device),
         k,
@@ -371,4 +371,4 @@ def test_step_sinks_match_plain_path(device, rng, num_heads, num_kv_heads, width
         *prompts, spec, key_padding_lengths=last_positions + 1, sinks=sinks
     )
     expected = mha_tt.download(expected).swapaxes(1, 2).swapaxes(0, 1)
-    assert_close(mha_tt.download(found), expected, ttnn.bfloat16)
+    assert_close(mha_tt.download(actual), expected, ttnn.bfloat16)

@@ -121,13 +121,13 @@ def test_our_attention_has_no_fault(name):
     """Our attention has no broken guarantee, and the expected answer to each question."""
     # In one half precision, float16, whose range is smaller: JAX compiles everything again for each
     # dtype. test_run also compares the stages in bfloat16, and in cases with NaN.
-    found = examine(peer(name), dtypes=("float32", "float16"))
-    assert [(answer.question, answer.status, answer.words) for answer in found.broken] == []
-    notes = {answer.question for answer in found.answers if answer.status == "note"}
+    examination = examine(peer(name), dtypes=("float32", "float16"))
+    assert [(answer.question, answer.status, answer.words) for answer in examination.broken] == []
+    notes = {answer.question for answer in examination.answers if answer.status == "note"}
     assert notes <= {"visible NaN", "hidden NaN"}
-    assert {answer.status for answer in found.answers} <= {"ok", "absent", "note"}
+    assert {answer.status for answer in examination.answers} <= {"ok", "absent", "note"}
     is_cached = name.endswith("WithCache")
-    words = {answer.question: answer.words for answer in found.answers}
+    words = {answer.question: answer.words for answer in examination.answers}
     assert words["attends"] == ("causally" if is_cached else "to all tokens")
     assert words["mask"] == "True hides; floats rejected"
     is_of_one_input = name.endswith(("SelfAttention", "contained"))
@@ -160,17 +160,17 @@ def test_our_layers_receive_own_parameters(name, monkeypatch):
     subject = peer(name)
     layer = getattr(importlib.import_module(package), kind)
     method = "forward" if package == "mha_torch" else "__call__"
-    called, given = getattr(layer, method), []
+    called, received = getattr(layer, method), []
 
     def spy(self, *inputs, **options):
-        given.append({option: value for option, value in options.items() if value is not None})
+        received.append({option: value for option, value in options.items() if value is not None})
         return called(self, *inputs, **options)
 
     monkeypatch.setattr(layer, method, spy)
     x = np.ones((2, 5, 32))
     run(subject, Path(), (x, x, x), is_causal=True)
     run(subject, Path(), (x, x, x), padding=np.array([5, 3], np.int32))
-    assert [list(options) for options in given] == [["is_causal"], ["key_padding_lengths"]]
+    assert [list(options) for options in received] == [["is_causal"], ["key_padding_lengths"]]
 
 
 # ---- Controls: attention with one fault each -----------------------------------------------------
@@ -349,9 +349,9 @@ def test_correct_attention_has_no_fault(framework):
     """Correct attention has no broken guarantee and the
     expected answers; NaN of hidden keys is a note.
     """
-    found = examine_toy(framework, "")
-    assert [(answer.question, answer.words) for answer in found.broken] == []
-    words = {answer.question: answer.words for answer in found.answers}
+    examination = examine_toy(framework, "")
+    assert [(answer.question, answer.words) for answer in examination.broken] == []
+    words = {answer.question: answer.words for answer in examination.answers}
     assert words["mask"] == "True hides; floats rejected"
     assert words["causal"] == "top-left"
     assert words["empty row"] == "zeros"
@@ -361,7 +361,7 @@ def test_correct_attention_has_no_fault(framework):
     assert words["grouped heads"] == "repeat"
     assert words["attends"] == "to all tokens"
     assert words["visible NaN"] == "propagates"
-    assert (found["hidden NaN"].status, words["hidden NaN"]) == ("note", "leaks")
+    assert (examination["hidden NaN"].status, words["hidden NaN"]) == ("note", "leaks")
 
 
 @pytest.mark.usefixtures("fewer_paths_of_jax")
@@ -370,8 +370,8 @@ def test_careful_attention_hides_nan(framework):
     """Attention that removes NaN of hidden keys is reported to
     hide it, and NaN of visible keys is seen.
     """
-    found = examine_toy(framework, "careful", ["visible NaN", "hidden NaN"])
-    assert [answer.words for answer in found.answers] == ["propagates", "hidden"]
+    examination = examine_toy(framework, "careful", ["visible NaN", "hidden NaN"])
+    assert [answer.words for answer in examination.answers] == ["propagates", "hidden"]
 
 
 def test_promised_convention_can_be_broken():
@@ -434,11 +434,11 @@ class TorchLayer(torch.nn.Module):
 
 def test_torch_class_is_examined():
     """A class of torch is instantiated, its width is found, and no guarantee is broken."""
-    found = examine(TorchLayer)
-    assert found.framework == "torch"
-    assert found.broken == []
-    assert found["future token"].words == "hidden"
-    assert found["causal"].words == "T = S only"
+    examination = examine(TorchLayer)
+    assert examination.framework == "torch"
+    assert examination.broken == []
+    assert examination["future token"].words == "hidden"
+    assert examination["causal"].words == "T = S only"
 
 
 def test_leak_in_eval_mode_is_named():
@@ -477,8 +477,8 @@ class OwnDropout(TorchLayer):
 
 def test_own_dropout_breaks_no_path():
     """A layer's own dropout in training breaks no guarantee, and its paths agree."""
-    found = examine(OwnDropout(), ["dropout", "paths"])
-    assert [(each.status, each.words) for each in found.answers] == [
+    examination = examine(OwnDropout(), ["dropout", "paths"])
+    assert [(answer.status, answer.words) for answer in examination.answers] == [
         ("ok", "train only"),
         ("ok", "agree"),
     ]
@@ -498,11 +498,11 @@ def test_torch_module_answers_as_listed():
     """An instance of torch's layer has the answers of its entry in PEERS to four questions."""
     module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     questions = ["mask", "empty row", "future token", "padding"]
-    found, expected = (
+    examination, expected = (
         examine(module, questions),
         examine(peer("torch.nn.MultiheadAttention"), questions),
     )
-    assert [found[question].words.split(";")[0] for question in questions] == [
+    assert [examination[question].words.split(";")[0] for question in questions] == [
         expected[question].words.split(";")[0] for question in questions
     ]
 
@@ -513,8 +513,8 @@ def test_flax_module_is_examined():
     has the mean of values for an empty row.
     """
     module = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
-    found = examine(module, ["mask", "causal", "empty row"], ("float32", "float16"))
-    assert [answer.words for answer in found.answers] == [
+    examination = examine(module, ["mask", "causal", "empty row"], ("float32", "float16"))
+    assert [answer.words for answer in examination.answers] == [
         "True shows; floats as booleans",
         "top-left",
         "mean(V)",
@@ -533,8 +533,8 @@ class FlaxLayer(nnx.Module):
 
 def test_flax_class_is_examined():
     """A class of nnx is instantiated, its width is found, and sequences stay apart."""
-    found = examine(FlaxLayer, ["mask", "other sequence"], ["float32"])
-    assert [answer.words for answer in found.answers] == [
+    examination = examine(FlaxLayer, ["mask", "other sequence"], ["float32"])
+    assert [answer.words for answer in examination.answers] == [
         "True shows; floats as booleans",
         "independent",
     ]
@@ -546,8 +546,8 @@ def test_equinox_module_is_examined():
     batches, whose sequences stay apart.
     """
     module = equinox.nn.MultiheadAttention(4, 32, key=jax.random.key(0))
-    found = examine(module, ["mask", "other sequence", "empty row"], ("float32", "float16"))
-    assert [answer.words for answer in found.answers] == [
+    examination = examine(module, ["mask", "other sequence", "empty row"], ("float32", "float16"))
+    assert [answer.words for answer in examination.answers] == [
         "True shows; floats as booleans",
         "independent",
         "mean(V)",
@@ -572,11 +572,11 @@ def test_order_of_axes_is_detected(swap):
         heads_first = (x.transpose(1, 2) for x in (query, key, value))
         return attention(*heads_first, mask=mask)[0].transpose(1, 2)
 
-    found = examine(
+    examination = examine(
         swapped if swap else attention, ["mask", "future token", "grouped heads"], framework="torch"
     )
-    assert found.broken == []
-    assert found["grouped heads"].words == "repeat"
+    assert examination.broken == []
+    assert examination["grouped heads"].words == "repeat"
 
 
 def plain_attention(x):
@@ -596,8 +596,8 @@ class Callable:
 )
 def test_callables_and_classes_are_examined(target, scale):
     """Functions without heads, callable objects and their classes are examined."""
-    found = examine(target, ["other sequence", "scale"], framework="torch")
-    assert [answer.words for answer in found.answers] == ["independent", scale]
+    examination = examine(target, ["other sequence", "scale"], framework="torch")
+    assert [answer.words for answer in examination.answers] == ["independent", scale]
 
 
 def identity(x):
@@ -672,12 +672,12 @@ def test_name_error_on_one_path_is_broken():
             mask = masks.invert(mask)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
-    found = examine(attention, ["mask", "masked key"], ["float32"], framework="torch")
-    assert [(answer.status, answer.words) for answer in found.answers] == [
+    examination = examine(attention, ["mask", "masked key"], ["float32"], framework="torch")
+    assert [(answer.status, answer.words) for answer in examination.answers] == [
         ("broken", "NameError")
     ] * 2
-    assert "NameError: name 'masks' is not defined" in found["mask"].example
-    assert [(answer.kind, type(answer.exception)) for answer in found.answers] == [
+    assert "NameError: name 'masks' is not defined" in examination["mask"].example
+    assert [(answer.kind, type(answer.exception)) for answer in examination.answers] == [
         (Kind.BROKEN, NameError)
     ] * 2
 
@@ -742,9 +742,9 @@ OF_MASKS = ["future token", "masked key", "empty row"]
 
 def test_overflow_of_constant_is_broken():
     """A constant that overflows in float16 breaks the guarantee of three questions about masks."""
-    found = examine(hides_by_a_large_number, OF_MASKS, framework="torch", axes="BNTH")
-    assert len(found.answers) == len(OF_MASKS)
-    for answer in found.answers:
+    examination = examine(hides_by_a_large_number, OF_MASKS, framework="torch", axes="BNTH")
+    assert len(examination.answers) == len(OF_MASKS)
+    for answer in examination.answers:
         assert answer.is_broken
         assert "overflow in float16" in answer.words
         assert "without overflow" in answer.error
@@ -760,8 +760,8 @@ def test_unknown_mask_name_must_be_declared():
 
     with rejects("mask_name", "may_look=None"):
         examine(attention, ["mask"], framework="torch")
-    found = examine(attention, ["mask"], framework="torch", mask_name="may_look")
-    assert found["mask"].words == "True shows; floats added"
+    examination = examine(attention, ["mask"], framework="torch", mask_name="may_look")
+    assert examination["mask"].words == "True shows; floats added"
     assert examine(attention, ["mask"], framework="torch", mask_name="")["mask"].words == "—"
 
 
@@ -781,8 +781,8 @@ def test_mask_in_keywords_must_be_declared():
 def test_padding_lengths_are_found_by_name():
     """Padding by lengths is found by the name of its parameter."""
     attention = functools.partial(mha_torch.scaled_dot_product_attention)
-    found = examine(attention, ["padding"], ["float32"], framework="torch", axes="BNTH")
-    assert found["padding"].words == "by lengths"
+    examination = examine(attention, ["padding"], ["float32"], framework="torch", axes="BNTH")
+    assert examination["padding"].words == "by lengths"
 
 
 def test_unsupported_weights_are_reported():
@@ -793,10 +793,10 @@ def test_unsupported_weights_are_reported():
             raise ValueError("no weights here")
         return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
-    found = examine(attention, ["weights", "other sequence"], ["float32"], framework="torch")
-    assert [answer.words for answer in found.answers] == ["rejected", "independent"]
+    examination = examine(attention, ["weights", "other sequence"], ["float32"], framework="torch")
+    assert [answer.words for answer in examination.answers] == ["rejected", "independent"]
     assert (
-        str(found["weights"].rejection)
+        str(examination["weights"].rejection)
         == "float32, eval, no grad, with weights: ValueError: no weights here"
     )
 
@@ -809,24 +809,26 @@ def test_always_causal_attention():
     def attention(query, key, value):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    found = examine(
+    examination = examine(
         attention,
         ["attends", "future token", "visible NaN", "scale"],
         ["bfloat16"],
         framework="torch",
     )
-    assert [answer.words for answer in found.answers][:2] == ["causally", "hidden"]
-    assert found["scale"].words == "1/sqrt(H)"
+    assert [answer.words for answer in examination.answers][:2] == ["causally", "hidden"]
+    assert examination["scale"].words == "1/sqrt(H)"
     assert (
-        "nan in query 1" in found["visible NaN"].example
+        "nan in query 1" in examination["visible NaN"].example
     )  # which torch's kernel for a CPU swallows, and nothing else
 
 
 def test_unknown_question_raises_key_error():
     """A question that was not part of the examination raises a `KeyError` that lists the others."""
-    found = examine(plain_attention, ["other sequence", "scale"], ["float32"], framework="torch")
+    examination = examine(
+        plain_attention, ["other sequence", "scale"], ["float32"], framework="torch"
+    )
     with pytest.raises(KeyError, match="'nope', of plain_attention chosen: other sequence, scale"):
-        found["nope"]
+        examination["nope"]
 
 
 def test_failing_plain_call_raises():
@@ -845,8 +847,8 @@ def test_unsupported_declared_groups_fail():
     def attention(query, key, value):
         return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, -1) @ value
 
-    found = examine(attention, ["grouped heads"], framework="torch", num_kv_heads=2)
-    assert found["grouped heads"].words == "declared: 2, rejected"
+    examination = examine(attention, ["grouped heads"], framework="torch", num_kv_heads=2)
+    assert examination["grouped heads"].words == "declared: 2, rejected"
     assert examine(attention, ["grouped heads"], framework="torch").broken == []
 
 
@@ -1144,10 +1146,10 @@ def test_size_of_finite_penalty_is_found(penalty):
         scores = scores if mask is None else scores + penalty * mask
         return scores.softmax(-1) @ value
 
-    found = examine(attention, ["masked key"], ("float32",), framework="torch", axes="BNTH")[
+    answer = examine(attention, ["masked key"], ("float32",), framework="torch", axes="BNTH")[
         "masked key"
     ]
-    assert found.words == f"a finite penalty of about {penalty:g}"
+    assert answer.words == f"a finite penalty of about {penalty:g}"
 
 
 def test_padding_penalty_keeps_its_polarity():
@@ -1160,9 +1162,11 @@ def test_padding_penalty_keeps_its_polarity():
         )
         return scores.softmax(-1) @ value
 
-    found = examine(attention, ["padding"], ("float32",), framework="torch", axes="BNTH")["padding"]
-    assert found.words == "True hides, by a finite penalty"
-    assert found.is_broken
+    answer = examine(attention, ["padding"], ("float32",), framework="torch", axes="BNTH")[
+        "padding"
+    ]
+    assert answer.words == "True hides, by a finite penalty"
+    assert answer.is_broken
 
 
 def test_weights_in_any_mapping_are_changed(tmp_path):
@@ -1172,6 +1176,6 @@ def test_weights_in_any_mapping_are_changed(tmp_path):
         "file": np.load(tmp_path / "w.npz"),
         "dict": collections.defaultdict(dict, kernel=np.ones((2, 2))),
     }
-    for each in params.values():
-        found = with_leaves(each, lambda path, leaf: leaf + 1)
-        assert found["kernel"].sum() == 8.0
+    for tree in params.values():
+        changed = with_leaves(tree, lambda path, leaf: leaf + 1)
+        assert changed["kernel"].sum() == 8.0

@@ -103,8 +103,10 @@ def test_function_is_examined_with_params(target, params, mask):
     """A function with its weights attends to all tokens, with the expected answer about masks."""
     params = params() if callable(params) else params
     framework = "torch" if target is of_torch else "jax"
-    found = examine(target, ["attends", "mask"], ["bfloat16"], params=params, framework=framework)
-    assert [answer.words for answer in found.answers] == ["to all tokens", mask]
+    examination = examine(
+        target, ["attends", "mask"], ["bfloat16"], params=params, framework=framework
+    )
+    assert [answer.words for answer in examination.answers] == ["to all tokens", mask]
 
 
 @pytest.mark.parametrize(
@@ -138,8 +140,10 @@ def test_unknown_width_requires_d_model():
     with pytest.raises(InputError) as caught:
         examine(self_attention, ["attends"], framework="torch")
     assert "d_model" in caught.value.remedy
-    found = examine(self_attention, ["attends"], ["float32"], framework="torch", d_model=WIDTH)
-    assert found["attends"].words == "to all tokens"
+    examination = examine(
+        self_attention, ["attends"], ["float32"], framework="torch", d_model=WIDTH
+    )
+    assert examination["attends"].words == "to all tokens"
 
 
 # ---- Modules of a user ---------------------------------------------------------------------------
@@ -219,8 +223,8 @@ def test_bug_is_injected_into_passed_weights(is_nested):
     )
 
     def function(call):
-        held = call.get("weights")
-        return held[0]["attn"]["k_proj"]["kernel"] if is_nested else held["k_proj.kernel"]
+        weights = call.get("weights")
+        return weights[0]["attn"]["k_proj"]["kernel"] if is_nested else weights["k_proj.kernel"]
 
     buggy_call = injections_for(view)[0]["k-v-swapped"].make(
         Call(view, (params, jnp.ones((1, 2, WIDTH))), {})

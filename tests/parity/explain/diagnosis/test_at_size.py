@@ -68,9 +68,9 @@ def problems():
     return {case.name: make_problem(case, "float32") for case in (LLAMA, BERT, CROSS)}
 
 
-def given_by(problem, name=None):
+def observed_stages(problem, name=None):
     """Return all stages of the reference with a bug, in float32."""
-    made = [each for each in bugs_for(problem.case) if each.name == name][:1]
+    made = [bug for bug in bugs_for(problem.case) if bug.name == name][:1]
     assert name is None or made
     with np.errstate(all="ignore"):
         values = edited_layer(problem, "float64", made).forward()
@@ -79,8 +79,14 @@ def given_by(problem, name=None):
 
 def patterns_of(diagnosis):
     """Return the simplest pattern of each stage that has patterns, and its values."""
-    found = [each.description for each in diagnosis.findings if each.description is not None]
-    return {each.patterns[0].name: each.patterns[0].fitted for each in found if each.patterns}
+    descriptions = [
+        finding.description for finding in diagnosis.findings if finding.description is not None
+    ]
+    return {
+        description.patterns[0].name: description.patterns[0].fitted
+        for description in descriptions
+        if description.patterns
+    }
 
 
 @pytest.fixture
@@ -118,7 +124,7 @@ SHOWN_BY = {
 def test_bug_is_named_from_a_sample(problems, work, layer, name):
     """A bug is named from a sample of the output, with less than 20 times the layer's work."""
     problem = problems[layer]
-    output = given_by(problem, name)["output"]
+    output = observed_stages(problem, name)["output"]
     work.clear()
     diagnosis = diagnose({"output": output}, problem, seconds=ENOUGH)
     assert named_bugs(diagnosis) == [name]
@@ -139,12 +145,12 @@ def test_search_reuses_full_projections(monkeypatch, name):
 
     def _product(self, source, side, layer, x):
         known = len(self._products)
-        found = product(self, source, side, layer, x)
+        result = product(self, source, side, layer, x)
         if len(self._products) > known and side == "query":
             made.append((source, side))
-        return found
+        return result
 
-    output = given_by(problem, name)["output"]
+    output = observed_stages(problem, name)["output"]
     monkeypatch.setattr(Remembered, "_product", _product)
     monkeypatch.setattr(
         "parity.explain.diagnosis.search.CHEAP", 2e-3
@@ -184,9 +190,9 @@ def test_reference_products_have_no_limit(problems, of_reference):
 )
 def test_bug_is_named_from_all_stages(problems, layer, name):
     """A bug is named from all stages, although q is recorded as (B, T, N, H)."""
-    given = given_by(problems[layer], name)
-    given["q"] = given["q"].swapaxes(1, 2)  # recorded as (B, T, N, H)
-    diagnosis = diagnose(given, problems[layer], seconds=ENOUGH)
+    observed = observed_stages(problems[layer], name)
+    observed["q"] = observed["q"].swapaxes(1, 2)  # recorded as (B, T, N, H)
+    diagnosis = diagnose(observed, problems[layer], seconds=ENOUGH)
     assert named_bugs(diagnosis) == [name]
     assert "q" in diagnosis.conventions
 
@@ -196,7 +202,7 @@ def test_bug_is_named_from_all_stages(problems, layer, name):
 def test_cached_layer_bug_is_named(name):
     """Bugs of a cached layer are named from its outputs; only cache bugs need later calls."""
     problem = make_problem(DECODE, "float32")
-    made = [each for each in bugs_for(DECODE) if each.name == name][:1]
+    made = [bug for bug in bugs_for(DECODE) if bug.name == name][:1]
     values = run_steps(edited_layer(problem, "float64", made).steps())
     outputs = {
         stage: values[stage].astype(np.float32) for stage in ("step0.output", "step1.output")
@@ -209,11 +215,11 @@ def test_cached_layer_bug_is_named(name):
 
 def test_bugs_in_two_stages_are_both_named(problems):
     """Rolled heads of v and a transposed output projection are both named."""
-    given = given_by(problems["bert"], "v-heads-rolled")
-    wrong = next(each for each in bugs_for(BERT) if each.name == "out_proj-transposed")
-    output = edited_layer(problems["bert"], "float64", [wrong]).output(given)["output"]
+    observed = observed_stages(problems["bert"], "v-heads-rolled")
+    wrong = next(bug for bug in bugs_for(BERT) if bug.name == "out_proj-transposed")
+    output = edited_layer(problems["bert"], "float64", [wrong]).output(observed)["output"]
     diagnosis = diagnose(
-        {**given, "output": output.astype(np.float32)}, problems["bert"], seconds=ENOUGH
+        {**observed, "output": output.astype(np.float32)}, problems["bert"], seconds=ENOUGH
     )
     assert named_bugs(diagnosis) == ["v-heads-rolled", "out_proj-transposed"]
 
@@ -224,7 +230,7 @@ def test_paths_follow_an_unknown_cause(problems):
     wrong_keys = dict(problem.weights)
     weight = wrong_keys["k_proj.weight"]
     wrong_keys["k_proj.weight"] = weight + weight * np.abs(np.roll(weight, 3, axis=0))
-    stages = given_by(replace(problem, weights=wrong_keys))
+    stages = observed_stages(replace(problem, weights=wrong_keys))
     (finding,) = diagnose(stages, problem).findings
     assert (finding.stage, finding.is_explained) == ("k", False)
     paths = [stage for stage in stages if stage.startswith(("module.", "fused.", "blocks."))]
@@ -233,7 +239,7 @@ def test_paths_follow_an_unknown_cause(problems):
 
 def test_verdict_is_reproducible(problems):
     """Three diagnoses of the same output print the same text."""
-    output = given_by(problems["llama"], "kv-heads-tiled")["output"]
+    output = observed_stages(problems["llama"], "kv-heads-tiled")["output"]
     first, *others = [
         str(diagnose({"output": output}, problems["llama"], seconds=ENOUGH)) for _ in range(3)
     ]
@@ -242,10 +248,11 @@ def test_verdict_is_reproducible(problems):
 
 def test_correct_stages_pass_at_size(problems):
     """Correct stages have the kind `none`, or `convention` with a different axis order of k."""
-    given = given_by(problems["llama"])
-    assert diagnose(given, problems["llama"]).kind == "none"
+    observed = observed_stages(problems["llama"])
+    assert diagnose(observed, problems["llama"]).kind == "none"
     assert (
-        diagnose({**given, "k": given["k"].swapaxes(1, 2)}, problems["llama"]).kind == "convention"
+        diagnose({**observed, "k": observed["k"].swapaxes(1, 2)}, problems["llama"]).kind
+        == "convention"
     )
 
 
@@ -253,7 +260,7 @@ def test_unsampled_error_is_found(problems):
     """One wrong element is unknown, and `assert_parity` shows its location, though no sample has
     it.
     """
-    output = given_by(problems["llama"])["output"]
+    output = observed_stages(problems["llama"])["output"]
     output[0, 100, 200] += 0.1
     diagnosis = diagnose({"output": output}, problems["llama"], seconds=0.5)
     assert diagnosis.kind == "unknown"
@@ -264,7 +271,7 @@ def test_unsampled_error_is_found(problems):
 def test_bugs_without_a_sample_are_untried():
     """With a bias, no sample shows a softmax over queries, and an unknown error says so."""
     problem = make_problem(replace(BERT, bias=True, name="bias"), "float32")
-    output = given_by(problem)["output"]
+    output = observed_stages(problem)["output"]
     output[0, 100, 200] += 0.1
     diagnosis = diagnose({"output": output}, problem, seconds=0.5)
     assert (diagnosis.kind, diagnosis.untried) == ("unknown", "softmax-over-queries")
@@ -273,7 +280,7 @@ def test_bugs_without_a_sample_are_untried():
 
 def test_pattern_must_hold_in_other_samples(problems):
     """A factor on the whole output is a pattern; on the features of one sample it is unknown."""
-    output = given_by(problems["bert"])["output"]
+    output = observed_stages(problems["bert"])["output"]
     diagnosis = diagnose({"output": 1.01 * output}, problems["bert"])
     assert patterns_of(diagnosis) == {"factor": {"axes": [], "factors": [pytest.approx(1.01)]}}
     output[..., :128] *= 1.01  # the features of one sample
@@ -284,7 +291,7 @@ def test_scale_is_fitted_from_a_sample(problems):
     """A scale of 0.1 instead of 0.125 is found from the output of a large layer."""
     problem = problems["bert"]
     other = replace(problem, case=replace(BERT, spec=replace(BERT.spec, scale=0.1)))
-    diagnosis = diagnose({"output": given_by(other)["output"]}, problem)
+    diagnosis = diagnose({"output": observed_stages(other)["output"]}, problem)
     assert patterns_of(diagnosis) == {"scale": {"value": pytest.approx(0.1), "expected": 0.125}}
 
 
@@ -294,7 +301,7 @@ def test_scale_is_fitted_from_a_sample(problems):
 def test_verdict_ignores_the_clock(problems, monkeypatch):
     """A bug is named even if every reading of a clock is an hour later."""
     output, hours = (
-        given_by(problems["llama"], "q_proj-transposed")["output"],
+        observed_stages(problems["llama"], "q_proj-transposed")["output"],
         itertools.count(0.0, 3600.0),
     )
     for clock in ("perf_counter", "monotonic", "process_time", "thread_time"):
@@ -305,7 +312,7 @@ def test_verdict_ignores_the_clock(problems, monkeypatch):
 def test_search_limit_is_respected(problems, work):
     """A search of 0.01 s leaves single bugs untried and costs less than 4 times the layer."""
     problem = problems["bert"]
-    output = given_by(problem, "k_proj-transposed")["output"]
+    output = observed_stages(problem, "k_proj-transposed")["output"]
     work.clear()
     diagnosis = diagnose({"output": output}, problem, seconds=0.01)
     assert {"single bugs", "softmax-over-queries"} <= {*diagnosis.untried.split(", ")}
@@ -346,7 +353,7 @@ def test_nested_work_counts_for_both(rng):
 def test_known_reference_changes_no_work():
     """A search does the same work whether or not the reference was computed before it."""
     problem = make_problem(replace(BERT, seq_len=24, name="small"), "float32")
-    output, spent = given_by(problem)["output"] + 1.0, []
+    output, spent = observed_stages(problem)["output"] + 1.0, []
     fresh, known = Reference(problem), Reference(problem)
     assert known.accumulated
     assert known.same_precision(local=False)
@@ -361,7 +368,7 @@ def test_known_reference_changes_no_work():
 def test_reference_is_computed_once(monkeypatch):
     """A failing `assert_parity` computes the reference once in each precision."""
     problem = make_problem(replace(BERT, seq_len=24, name="small"), "float32")
-    output, computed, stages = given_by(problem)["output"], [], Reference._compute
+    output, computed, stages = observed_stages(problem)["output"], [], Reference._compute
 
     def counted(self, dtype, *inputs):
         computed.append(dtype)
@@ -376,7 +383,7 @@ def test_reference_is_computed_once(monkeypatch):
 def test_passing_assertion_is_cheap(problems, work):
     """A passing `assert_parity` costs at most 2.1 times the layer: once in each precision."""
     problem = problems["llama"]
-    output = given_by(problem)["output"]
+    output = observed_stages(problem)["output"]
     work.clear()
     parity.assert_parity(output, problem=problem)
     assert sum(work) <= 2.1 * multiplications(problem)  # once in each precision
@@ -393,8 +400,8 @@ def test_correct_layer_passes_each_sample(case):
     latents.
     """
     problem = make_problem(case, "float32")
-    given = edited_layer(problem, "float64", ()).forward()
-    whole = Whole(problem, given, WholeStages(given, Reference(problem), "ieee"), Remembered())
+    stages = edited_layer(problem, "float64", ()).forward()
+    whole = Whole(problem, stages, WholeStages(stages, Reference(problem), "ieee"), Remembered())
     kinds = (TokenSamples(whole), RowSamples(whole, whole.other_stages))
     compared_stages = set()
     for part in (part for samples in kinds for part in (*samples.parts(), *samples.confirming())):
@@ -426,36 +433,36 @@ GROUPS = replace(BERT.spec, num_kv_heads=2, qkv_bias=False)
 def test_absorbed_projections_are_exact(spec, name):
     """A sample that absorbs a wrong projection has the same stages as one that computes it."""
     problem, rows = make_problem(replace(BERT, spec=spec, seq_len=24), "float32"), np.array([1, 9])
-    made = [each for each in bugs_for(problem.case) if each.name == name][:1]
+    made = [bug for bug in bugs_for(problem.case) if bug.name == name][:1]
     some = {rows_of_query(rows): problem.inputs["query"][:, rows]}
     plain = SampledProblem.of(problem, Sample(rows, np.arange(16)))
     with_rows = replace(problem, inputs=problem.inputs | some)
     short = SampledProblem.of(with_rows, Sample(rows, np.arange(16), absorbs=True))
-    expected, found = (
-        run_steps(edited_layer(each, "float64", made).steps()) for each in (plain, short)
+    expected, actual = (
+        run_steps(edited_layer(version, "float64", made).steps()) for version in (plain, short)
     )
-    assert [each for each in "kv" if isinstance(found[each], DeferredHeads)] == [
-        each for each in "kv" if f"{each}_proj" in name
+    assert [letter for letter in "kv" if isinstance(actual[letter], DeferredHeads)] == [
+        letter for letter in "kv" if f"{letter}_proj" in name
     ]
     for stage in ("q", "scores", "attn_weights", "context", "output"):
         np.testing.assert_allclose(
-            found[stage], expected[stage], rtol=1e-9, atol=1e-12, err_msg=stage
+            actual[stage], expected[stage], rtol=1e-9, atol=1e-12, err_msg=stage
         )
 
 
 def test_repacked_weights_need_no_product(problems, work):
     """q, k and v of packed weights read per head are remembered products in a different order."""
     problem, remembered = problems["bert"], Remembered()
-    made = next(each for each in bugs_for(problem.case) if each.name == "fused-qkv-read-per-head")
+    made = next(bug for bug in bugs_for(problem.case) if bug.name == "fused-qkv-read-per-head")
     base = remembering(remembered)
     right, wrong = (edited_layer(problem, "float64", changes) for changes in ([base], [made, base]))
     right.qkv({})
     work.clear()
-    found = wrong.qkv({})
+    actual = wrong.qkv({})
     assert not work
     expected = edited_layer(problem, "float64", [made]).qkv({})
     for name in "qkv":
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-9, atol=1e-12)
 
 
 def test_stage_axes_are_reordered(problems, rng):
@@ -497,9 +504,11 @@ def test_drawn_noise_matches_real_noise(rng, monkeypatch):
 
 def test_quick_noise_grows_with_the_values(problems):
     """For logarithms of weights, the quick ratio is within a factor of 5 of the full one."""
-    made = next(each for each in bugs_for(BERT) if each.name == "softmax-log")
+    made = next(bug for bug in bugs_for(BERT) if bug.name == "softmax-log")
     trial = Trial(
-        problems["bert"], {"output": given_by(problems["bert"], "softmax-log")["output"]}, "ieee"
+        problems["bert"],
+        {"output": observed_stages(problems["bert"], "softmax-log")["output"]},
+        "ieee",
     )
     ratios = [
         trial.deviation("output", (made,), quick=is_quick).ratio for is_quick in (True, False)

@@ -108,8 +108,8 @@ def shown(case):
     """Return the names of the bugs that show in the stages of a case, and separately of those that
     only lose precision.
     """
-    found = [h for h in bugs_for(case) if h.shows_alone and not h.backward]
-    return {h.name for h in found if not h.is_loss}, {h.name for h in found if h.is_loss}
+    shown_bugs = [h for h in bugs_for(case) if h.shows_alone and not h.backward]
+    return {h.name for h in shown_bugs if not h.is_loss}, {h.name for h in shown_bugs if h.is_loss}
 
 
 def in_one(cases):
@@ -161,7 +161,7 @@ hides padding alone.
 ALIKE_IN_CASE = {("packed", "rope-angles-float16")}
 """Bugs of which a form differs from a different bug only in positions that a case does not have."""
 
-ONE_A_CODE = one_a_code(ALL, lambda each: bug(CASE_OF[each[0]], each[1]).overrides)
+ONE_A_CODE = one_a_code(ALL, lambda entry: bug(CASE_OF[entry[0]], entry[1]).overrides)
 
 
 @sample(64, where=lambda case, name: (case, name) in {*ONE_A_CODE, *NEAREST})
@@ -252,10 +252,10 @@ def test_bug_is_named_from_output_alone(case):
         diagnosis = diagnose({"output": output}, problem)
         (finding, *_) = diagnosis.named or [None]
         if np.allclose(output, clean, rtol=1e-5, atol=1e-5):
-            seen = diagnosis.kind == "none"  # the bug cancels, as a shift of all positions does
+            is_right = diagnosis.kind == "none"  # the bug cancels, as a shift of all positions does
         else:
-            seen = finding and (finding.bugs == (made.name,) or made.about in finding.others)
-        if not seen:
+            is_right = finding and (finding.bugs == (made.name,) or made.about in finding.others)
+        if not is_right:
             wrong.append((made.name, str(diagnosis)))
     assert wrong == []
 
@@ -265,11 +265,14 @@ def test_indistinguishable_bugs_are_listed():
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
     output = observed_in(problem, [bug(case, "rope-off-by-one-k")])["output"]
-    found = diagnose({"output": output}, problem)
-    (finding,) = found.named
-    told = {finding.about, *finding.others}
-    assert told == {"q's RoPE positions are one too low", "k's RoPE positions are one too high"}
-    assert f"or {finding.others[0]}: the observed stages cannot distinguish them" in str(found)
+    diagnosis = diagnose({"output": output}, problem)
+    (finding,) = diagnosis.named
+    explanations = {finding.about, *finding.others}
+    assert explanations == {
+        "q's RoPE positions are one too low",
+        "k's RoPE positions are one too high",
+    }
+    assert f"or {finding.others[0]}: the observed stages cannot distinguish them" in str(diagnosis)
 
 
 @pytest.mark.parametrize(
@@ -299,10 +302,10 @@ def stages_with(case, names):
     """Return the stages of torch with injected bugs, and the problem."""
     problem = make_problem(case, "float32", random_weights(case.spec, 1))
     with contextlib.ExitStack() as stack:
-        given = problem
+        changed = problem
         for name in names:
-            given = stack.enter_context(inject(name, given, "torch"))
-        return record("torch", Reference(problem), given).accumulated, problem
+            changed = stack.enter_context(inject(name, changed, "torch"))
+        return record("torch", Reference(problem), changed).accumulated, problem
 
 
 @pytest.mark.costly("diagnoses twenty pairs of bugs")
@@ -502,8 +505,8 @@ def test_swapped_weights_without_biases():
         "k_proj.weight": weights["q_proj.weight"],
     }
     observed = observed_in(replace(problem, weights=weights))
-    for seen in (observed, {"output": observed["output"]}):
-        diagnosis = diagnose(seen, problem)
+    for stages in (observed, {"output": observed["output"]}):
+        diagnosis = diagnose(stages, problem)
         assert named_bugs(diagnosis) == ["q-k-swapped"]
         assert "the weights of q_proj and k_proj are exchanged, but not their biases" in str(
             diagnosis
@@ -608,10 +611,12 @@ def test_a_verified_pattern_is_the_headline(change, pattern, number):
     diagnosis = diagnose({name: observed[name] for name in stages}, problem)
     kind, pages = ("pattern", []) if number is None else ("structure", ["dropout"])
     assert (diagnosis.kind, diagnosis.stage, named_bugs(diagnosis)) == (kind, "attn_weights", pages)
-    found = (diagnosis.unnamed[0] if number is None else diagnosis.named[0]).description.patterns[0]
-    assert found.name == pattern
-    assert number is None or found.fitted["p"] == pytest.approx(number, rel=1e-4)
-    assert diagnosis.cause.endswith(found.about)
+    best_pattern = (
+        diagnosis.unnamed[0] if number is None else diagnosis.named[0]
+    ).description.patterns[0]
+    assert best_pattern.name == pattern
+    assert number is None or best_pattern.fitted["p"] == pytest.approx(number, rel=1e-4)
+    assert diagnosis.cause.endswith(best_pattern.about)
     assert "unknown" not in str(diagnosis)
 
 
@@ -628,15 +633,15 @@ def test_relative_bias_distance_is_fitted():
     observed = observed_in(replace(problem, case=wrong))
     for stages in (("scores", "output"), ("output",)):
         diagnosis = diagnose({name: observed[name] for name in stages}, problem)
-        (found,) = diagnosis.named
-        pattern = found.description.patterns[0]
-        assert (diagnosis.kind, found.pages, pattern.name) == (
+        (finding,) = diagnosis.named
+        pattern = finding.description.patterns[0]
+        assert (diagnosis.kind, finding.pages, pattern.name) == (
             "structure",
             ("relative-bias",),
             "max_distance",
         )
         assert pattern.fitted == {"value": 128, "expected": 40}
-        assert found.about == "the max_distance of the relative bias is 128 instead of 40"
+        assert finding.about == "the max_distance of the relative bias is 128 instead of 40"
         assert diagnosis.more == "mha-parity bugs relative-bias"
 
 
@@ -649,8 +654,8 @@ def frequencies_times(*factors):
     """
 
     def angles(_, original, positions):
-        found = original(positions)
-        return (found * np.array(factors)).astype(found.dtype)
+        frequencies = original(positions)
+        return (frequencies * np.array(factors)).astype(frequencies.dtype)
 
     return Edit(overrides={"angles": angles})
 
@@ -684,9 +689,9 @@ def test_pattern_must_hold_in_earlier_calls():
     problem = make_problem(case, "float32")
     names = [f"step{step}.q" for step in range(3)]
     observed = observed_in(problem, [turned])
-    given = {name: observed[name] for name in names}
-    given["step0.v"] = observed["step0.v"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
-    of_values, of_queries = diagnose(given, problem).findings
+    chosen = {name: observed[name] for name in names}
+    chosen["step0.v"] = observed["step0.v"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
+    of_values, of_queries = diagnose(chosen, problem).findings
     assert of_values.stage == "step0.v"
     assert (of_queries.stage, of_queries.follows) == (names[1], (names[2],))
     assert of_queries.pattern.fitted["value"] == 1.6
@@ -822,7 +827,7 @@ def test_outputs_never_blame_precision(case, before):
     problem = make_problem(CASES[case], "float32")
     # Bugs of an earlier case are left out, and one that takes as long as all others together: it is
     # like -restarted-q, which pairs of bugs also explain.
-    left_out = {known.name for each in before for known in bugs_for(CASES[each])} | {
+    left_out = {known.name for case_name in before for known in bugs_for(CASES[case_name])} | {
         "cache-position-off-by-one-q"
     }
     blamed = []
@@ -915,10 +920,10 @@ def test_interleaved_weights_are_named():
 )
 def test_rounded_weights_are_named(way, name, names):
     """Weights rounded to bfloat16 or float16, all or some of them, are named as lost precision."""
-    weights = {each: 8 * x for each, x in random_weights(SPEC).items()}
-    rounded = {each: FEWER_BITS[way](x) for each, x in weights.items()}
+    weights = {name: 8 * x for name, x in random_weights(SPEC).items()}
+    rounded = {name: FEWER_BITS[way](x) for name, x in weights.items()}
     other = {
-        each: rounded[each] if names is None or each in names else x for each, x in weights.items()
+        name: rounded[name] if names is None or name in names else x for name, x in weights.items()
     }
     diagnosis = diagnose_weights(weights, SPEC, other, SPEC)
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", [name])

@@ -75,11 +75,11 @@ def reordered(weights, spec, groups=None, heads=None, qk=None, v=None):
     groups = np.arange(num_groups) if groups is None else np.array(groups)
     heads = np.arange(of_group) if heads is None else np.array(heads)
     features = {"qk": qk, "v": v, "": None}
-    found = {}
+    reordered_weights = {}
     for name, x in weights.items():
         role = roles(spec).get(name)
         if role is None:
-            found[name] = x
+            reordered_weights[name] = x
             continue
         rows = x.reshape(-1) if role.axis is None else np.moveaxis(x, role.axis, 0)
         shape, order = rows.shape, features[role.features]
@@ -91,10 +91,10 @@ def reordered(weights, spec, groups=None, heads=None, qk=None, v=None):
             ]
             rows = rows[:, heads] if role.heads == "q" else rows
             rows = rows if order is None else rows[:, :, order]
-        found[name] = np.ascontiguousarray(
+        reordered_weights[name] = np.ascontiguousarray(
             np.moveaxis(rows.reshape(shape), 0, role.axis or 0)
         ).reshape(x.shape)
-    return found
+    return reordered_weights
 
 
 def output_of(weights, spec):
@@ -108,8 +108,8 @@ def output_of(weights, spec):
 def test_equal_weights_have_equal_bits():
     """Equal weights are the same bit for bit, without any difference."""
     weights = random_weights(PLAIN)
-    found = compared(weights, {**weights})
-    assert (found.kind, found.same, found.differences, found.how) == (
+    comparison = compared(weights, {**weights})
+    assert (comparison.kind, comparison.same, comparison.differences, comparison.how) == (
         "bits",
         True,
         (),
@@ -128,8 +128,8 @@ def test_negative_zeros_are_equal_values():
 def test_wider_dtype_is_not_rounding():
     """bfloat16 weights and their copy in float32 have the same values."""
     weights = {name: x.astype(ml_dtypes.bfloat16) for name, x in random_weights(PLAIN).items()}
-    found = compared(weights, {name: x.astype(np.float32) for name, x in weights.items()})
-    assert (found.kind, found.how) == (
+    comparison = compared(weights, {name: x.astype(np.float32) for name, x in weights.items()})
+    assert (comparison.kind, comparison.how) == (
         "values",
         "weights the same values, in bfloat16 and in float32",
     )
@@ -141,12 +141,15 @@ def test_rounded_copy_names_both_dtypes(dtype, is_first):
     """A copy in 16 bits has both dtypes, its direction and at most 0.5 units of rounding."""
     weights = random_weights(PLAIN)
     pair = [weights, {name: x.astype(dtype_named(dtype)) for name, x in weights.items()}]
-    found = compared(*(pair if is_first else pair[::-1]))
-    assert found.kind == "copy"
-    assert 0.25 < found.max_ulp <= 0.5
-    assert found.how.startswith(f"weights the same up to rounding in {dtype}: ")
+    comparison = compared(*(pair if is_first else pair[::-1]))
+    assert comparison.kind == "copy"
+    assert 0.25 < comparison.max_ulp <= 0.5
+    assert comparison.how.startswith(f"weights the same up to rounding in {dtype}: ")
     which = "the second is the first" if is_first else "the first is the second"
-    assert f"{which}, float32 rounded to {dtype}, at most 0.5 units in the last place" in found.how
+    assert (
+        f"{which}, float32 rounded to {dtype}, at most 0.5 units in the last place"
+        in comparison.how
+    )
 
 
 def test_copy_counts_elements_that_become_0():
@@ -163,9 +166,11 @@ def test_tensor_lost_in_copy_is_different():
     """A tensor that becomes 0 in a float16 copy is different, with the pattern of zeros."""
     weights = random_weights(PLAIN)
     weights["q_proj.weight"] *= np.float32(1e-9)
-    found = compared(weights, {name: x.astype(np.float16) for name, x in weights.items()})
-    assert found.kind == "different"
-    assert {each.name: each.pattern.name for each in found.differences}["q_proj.weight"] == "zeros"
+    comparison = compared(weights, {name: x.astype(np.float16) for name, x in weights.items()})
+    assert comparison.kind == "different"
+    assert {difference.name: difference.pattern.name for difference in comparison.differences}[
+        "q_proj.weight"
+    ] == "zeros"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -180,15 +185,18 @@ def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
         other["v_proj.weight"][2, 3] = np.nextafter(
             other["v_proj.weight"][2, 3], dtype_named(dtype).type(9)
         )
-    found = compared(weights, other)
-    assert found.kind == kind
-    assert found.max_ulp == steps or (
-        steps == 100 and found.max_ulp > 100
+    comparison = compared(weights, other)
+    assert comparison.kind == kind
+    assert comparison.max_ulp == steps or (
+        steps == 100 and comparison.max_ulp > 100
     )  # 100 steps pass a power of two
     if kind == "rounding":
-        assert f"at most {steps} units in the last place apart, in 1 of 1088 elements" in found.how
+        assert (
+            f"at most {steps} units in the last place apart, in 1 of 1088 elements"
+            in comparison.how
+        )
     else:
-        (difference,) = found.differences
+        (difference,) = comparison.differences
         assert (difference.name, difference.differing, difference.pattern) == (
             "v_proj.weight",
             1,
@@ -343,9 +351,9 @@ def test_changed_tensor_has_a_pattern(pattern):
     name, make, kind, words = PATTERNS[pattern]
     weights = random_weights(PLAIN)
     other = changed(weights, **{name: make(weights[name])})
-    found = compared(weights, other)
-    assert found.kind == "different"
-    (difference,) = found.differences
+    comparison = compared(weights, other)
+    assert comparison.kind == "different"
+    (difference,) = comparison.differences
     assert difference.name == name
     assert difference.pattern is not None
     assert difference.pattern.name == kind
@@ -377,7 +385,10 @@ def test_bias_has_the_order_of_its_weight():
     weights["q_proj.bias"][:4] = 0.25
     other = changed(weights, q_proj__weight=np.roll(weights["q_proj.weight"], 4, 0))
     other["q_proj.bias"] = np.roll(weights["q_proj.bias"], 4)
-    patterns = {each.name: each.pattern.words for each in compared(weights, other).differences}
+    patterns = {
+        difference.name: difference.pattern.words
+        for difference in compared(weights, other).differences
+    }
     assert patterns == dict.fromkeys(
         ["q_proj.weight", "q_proj.bias"], "the first's, its heads in the order 3 0 1 2"
     )
@@ -411,8 +422,8 @@ def test_pattern_names_its_rows_or_columns(indices, words):
     weights, name = random_weights(PLAIN), "v_proj.weight"
     other = changed(weights, **{name: weights[name].copy()})
     other[name][indices] *= np.float32(1.5)
-    found = compared(weights, other)
-    assert f"  pattern   the second's is {words}\n" in f"{found}\n"
+    comparison = compared(weights, other)
+    assert f"  pattern   the second's is {words}\n" in f"{comparison}\n"
     other[name][indices] += np.random.default_rng(0).random(other[name][indices].shape, np.float32)
     (difference,) = compared(weights, other).differences
     assert difference.pattern is None
@@ -425,7 +436,10 @@ def test_exchange_differs_from_a_copy():
     weights = random_weights(ROPE)
     k, v = weights["k_proj.weight"], weights["v_proj.weight"]
     both = compared(weights, changed(weights, k_proj__weight=v, v_proj__weight=k), ROPE)
-    assert [each.pattern.name for each in both.differences] == ["exchanged", "exchanged"]
+    assert [difference.pattern.name for difference in both.differences] == [
+        "exchanged",
+        "exchanged",
+    ]
     (one,) = compared(weights, changed(weights, k_proj__weight=v), ROPE).differences
     assert (one.pattern.name, one.pattern.words) == ("copied", "v_proj.weight of the first")
     assert one.pattern.page == "swapped-projections"
@@ -459,7 +473,7 @@ def test_float32_as_float64_has_a_pattern():
     """float64 weights rounded to float32 have that pattern."""
     weights = {name: x.astype(np.float64) + 1e-9 for name, x in random_weights(PLAIN).items()}
     other = {name: x.astype(np.float32).astype(np.float64) for name, x in weights.items()}
-    assert {each.pattern.words for each in compared(weights, other).differences} == {
+    assert {difference.pattern.words for difference in compared(weights, other).differences} == {
         "the first's, rounded to float32"
     }
 
@@ -470,12 +484,12 @@ def test_float32_as_float64_has_a_pattern():
 def test_reordered_heads_are_same_function():
     """Heads in the same new order in all tensors are the same function, with that order."""
     weights = random_weights(PLAIN)
-    found = compared(weights, reordered(weights, PLAIN, groups=[3, 2, 1, 0]))
-    assert (found.kind, found.same) == ("function", True)
-    assert found.how.endswith(
+    comparison = compared(weights, reordered(weights, PLAIN, groups=[3, 2, 1, 0]))
+    assert (comparison.kind, comparison.same) == ("function", True)
+    assert comparison.how.endswith(
         "and out_proj.weight differ, and it is the same function: heads are in the order 3 2 1 0"
     )
-    assert len(found.differences) == 7
+    assert len(comparison.differences) == 7
 
 
 @pytest.mark.parametrize(
@@ -485,9 +499,9 @@ def test_partly_reordered_heads_differ(left):
     """Heads in a new order in all tensors but one are different, with the pattern of the order."""
     weights = random_weights(PLAIN)
     other = {**reordered(weights, PLAIN, groups=[3, 2, 1, 0]), left: weights[left]}
-    found = compared(weights, other)
-    assert found.kind == "different"
-    assert {each.pattern.words for each in found.differences} == {
+    comparison = compared(weights, other)
+    assert comparison.kind == "different"
+    assert {difference.pattern.words for difference in comparison.differences} == {
         "the first's, its heads in the order 3 2 1 0"
     }
 
@@ -512,8 +526,8 @@ def test_shared_kv_fixes_keys_and_values():
         assert compared(weights, reordered(weights, spec, **moved), spec).kind == "different"
     queries = {name: 2.0 * x if name.startswith("q_proj") else x for name, x in weights.items()}
     assert compared(weights, queries, spec).kind == "different"
-    found = compared(weights, reordered(weights, spec, heads=[1, 0]), spec)
-    assert found.how.endswith("it is the same function: query heads are in the order 1 0 3 2")
+    comparison = compared(weights, reordered(weights, spec, heads=[1, 0]), spec)
+    assert comparison.how.endswith("it is the same function: query heads are in the order 1 0 3 2")
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -566,9 +580,9 @@ def test_canceled_factor_is_same_function(times, over, words):
     if over == "k_proj":
         assert compared(weights, other).kind == "different"  # its bias is not divided yet
         other["k_proj.bias"] = weights["k_proj.bias"] / factor
-    found = compared(weights, other)
-    assert found.kind == "function"
-    assert words in found.how
+    comparison = compared(weights, other)
+    assert comparison.kind == "function"
+    assert words in comparison.how
 
 
 def with_factors(factors):
@@ -609,11 +623,11 @@ def test_rope_pairs_share_a_factor():
         other = dict(weights)
         for leaf in ("weight", "bias"):
             q, k = weights[f"q_proj.{leaf}"], weights[f"k_proj.{leaf}"]
-            each = np.array(factors, np.float32).reshape(4, *[1] * (q.ndim - 1))
+            factor = np.array(factors, np.float32).reshape(4, *[1] * (q.ndim - 1))
             other[f"q_proj.{leaf}"] = (
-                q.reshape(4, *k.reshape(2, 4, -1).shape[1:2], *q.shape[1:]) * each
+                q.reshape(4, *k.reshape(2, 4, -1).shape[1:2], *q.shape[1:]) * factor
             ).reshape(q.shape)
-            other[f"k_proj.{leaf}"] = (k.reshape(2, 4, *k.shape[1:]) / each).reshape(k.shape)
+            other[f"k_proj.{leaf}"] = (k.reshape(2, 4, *k.shape[1:]) / factor).reshape(k.shape)
         return other
 
     assert compared(weights, scaled([2, 4, 2, 4]), spec).kind == "function"
@@ -653,8 +667,8 @@ def test_valid_order_is_same_function(drawn, is_bfloat16):
     if is_bfloat16:
         weights = {name: x.astype(ml_dtypes.bfloat16) for name, x in weights.items()}
     other = reordered(weights, spec, **order)
-    found = compared(weights, other, spec)
-    assert found.kind in ("bits", "function")
+    comparison = compared(weights, other, spec)
+    assert comparison.kind in ("bits", "function")
     one, two = output_of(weights, spec), output_of(other, spec)
     np.testing.assert_allclose(
         one, two, rtol=0, atol=1e-12 * np.abs(one).max()
@@ -689,9 +703,9 @@ def test_one_changed_element_is_different(drawn, data):
     change = data.draw(st.sampled_from([1e-6, 1e-4, -1e-3, 0.5, -3.0]))
     other[name].reshape(-1)[index] = after = before + np.float32(change)
     assume(abs(after - before) > 8 * np.spacing(max(abs(before), abs(after))))
-    found = compared(weights, other, spec)
-    assert not found.same
-    assert name in {each.name for each in found.differences}
+    comparison = compared(weights, other, spec)
+    assert not comparison.same
+    assert name in {difference.name for difference in comparison.differences}
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -752,9 +766,9 @@ def test_one_element_is_never_rounding(files, by, capsys, tmp_path):
         is_first_stage_shown = "verify/" in out
         has_budget = "  allowed " in out
         assert has_budget == (is_first_stage_shown and "times its budget" not in out)
-    told = json.loads((tmp_path / "r.json").read_text())["weights"]
-    assert (told["kind"], told["same"]) == ("different", False)
-    assert told["differences"][0]["worst_index"] == [3, 5]
+    report = json.loads((tmp_path / "r.json").read_text())["weights"]
+    assert (report["kind"], report["same"]) == ("different", False)
+    assert report["differences"][0]["worst_index"] == [3, 5]
 
 
 def test_float32_file_rounded_to_bfloat16(files, capsys):
@@ -845,8 +859,8 @@ def test_bias_in_one_file_has_a_pattern(files, is_first, capsys):
         assert f"pattern   the second's is {words}" in out
     zeros = changed(weights, q_proj__bias=np.zeros(16, np.float32))
     pair = [(zeros, PLAIN), (without, bare)]
-    found = compare_weights(*pair[not is_first], *pair[is_first])
-    assert (found.kind, found.same) == ("values", True)
+    comparison = compare_weights(*pair[not is_first], *pair[is_first])
+    assert (comparison.kind, comparison.same) == ("values", True)
     assert main(["compare", paths[1], files(zeros, name="zeros")]) == 0
 
 
@@ -865,9 +879,9 @@ def test_comparing_other_layers_raises():
 @pytest.mark.parametrize(("value", "other"), [(1e-310, 1e300), (-1e308, 1e308)])
 def test_extreme_float64_has_no_warnings(value, other, tmp_path, capsys):
     """Weights near the limits of float64 are compared without warnings, and differ."""
-    for name, each in (("a", value), ("b", other)):
+    for name, number in (("a", value), ("b", other)):
         weights = {name: array.astype(np.float64) for name, array in random_weights(PLAIN).items()}
-        weights["q_proj.weight"][0, 0] = each
+        weights["q_proj.weight"][0, 0] = number
         parity.save(tmp_path / f"{name}.npz", weights, PLAIN)
     assert main(["compare", str(tmp_path / "a.npz"), str(tmp_path / "b.npz")]) == 1
     assert "Warning" not in capsys.readouterr().err

@@ -76,17 +76,17 @@ def test_family_has_a_page_and_a_fix():
 def test_fitted_number_has_page_and_fix(wrong, page, about, fix):
     """A fitted number is reported with a page, its words and a fix, like a known bug."""
     diagnosis = diagnosed(PLAIN, replace(PLAIN, **wrong), "output")
-    (found,) = diagnosis.named
-    assert (diagnosis.kind, found.bugs, found.pages, diagnosis.unnamed) == (
+    (finding,) = diagnosis.named
+    assert (diagnosis.kind, finding.bugs, finding.pages, diagnosis.unnamed) == (
         "structure",
         (page,),
         (page,),
         [],
     )
-    assert about in found.about
-    assert found.fixes[0].startswith(fix)
-    assert diagnosis.cause == f"{page}: {found.about}"
-    assert (diagnosis.likely_bug, diagnosis.fix) == (page, found.fixes[0])
+    assert about in finding.about
+    assert finding.fixes[0].startswith(fix)
+    assert diagnosis.cause == f"{page}: {finding.about}"
+    assert (diagnosis.likely_bug, diagnosis.fix) == (page, finding.fixes[0])
     assert diagnosis.more == f"mha-parity bugs {page}"
     plain = diagnosis.to_dict()["findings"][0]
     assert plain["pages"] == [page]
@@ -107,8 +107,8 @@ def test_factor_of_the_output_has_a_page():
     problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
     values = run_steps(steps(problem, "float32"))
     diagnosis = parity.diagnose({"output": values["output"] * np.float32(0.9)}, problem)
-    (found,) = diagnosis.named
-    assert (diagnosis.kind, found.pages) == ("structure", ("stray-factor",))
+    (finding,) = diagnosis.named
+    assert (diagnosis.kind, finding.pages) == ("structure", ("stray-factor",))
 
 
 def test_keep_rate_on_the_context_is_dropout():

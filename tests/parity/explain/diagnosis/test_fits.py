@@ -434,7 +434,7 @@ def test_factors_along_an_axis_are_found(stage, axis, seed):
     axis = axis % expected.ndim
     assume(expected.size >= 3 * expected.shape[axis] and expected.shape[axis] >= 3)
     factors = 2.0 + np.arange(expected.shape[axis])
-    shape = [-1 if each == axis else 1 for each in range(expected.ndim)]
+    shape = [-1 if position == axis else 1 for position in range(expected.ndim)]
     findings = described(stage, expected * factors.reshape(shape), expected, rng)
     assert names(findings)[0] == "factor"
     assert findings.patterns[0].fitted["factors"] == pytest.approx(factors, rel=1e-4)
@@ -590,19 +590,19 @@ def test_values_of_other_stage_are_found():
     q = rng.standard_normal((2, 4, 6, 6))
     others = {"step1.k": k, "step1.v": v, "step0.k": before}
 
-    def told(stage, wrong, expected):
+    def suggestion(stage, wrong, expected):
         return described(stage, wrong, expected, rng, others=others).abouts
 
-    assert told("step1.k", v, k) == ("the values there are taken from step1.v",)
+    assert suggestion("step1.k", v, k) == ("the values there are taken from step1.v",)
     others["module.step1.k"] = others["step1.module.k"] = k + 1.0
-    assert told("step1.k", k + 1.0, k) == ("1 is added to all values there",)
-    assert told("step1.k", before, k) == (
+    assert suggestion("step1.k", k + 1.0, k) == ("1 is added to all values there",)
+    assert suggestion("step1.k", before, k) == (
         "the values there are taken from step0.k, of another step",
     )
-    assert told("step1.k", v.swapaxes(2, 3), k) == (
+    assert suggestion("step1.k", v.swapaxes(2, 3), k) == (
         "the values there are taken from step1.v, transposed",
     )
-    assert told("step1.q", np.repeat(k, 2, axis=1), q) == (
+    assert suggestion("step1.q", np.repeat(k, 2, axis=1), q) == (
         "the values there are taken from step1.k, its heads repeated",
     )
 
@@ -724,7 +724,7 @@ def test_wrong_masks_have_a_pattern():
         (np.roll(right, 1, axis=2), "order", "queries are rolled by 1"),
     ):
         findings = describe("mask", wrong, right, EXACT, hidden=right)
-        assert (pattern, words) in {(each.name, each.about) for each in findings.patterns}
+        assert (pattern, words) in {(pattern.name, pattern.about) for pattern in findings.patterns}
         json.dumps(findings.to_dict(), allow_nan=False)
     findings = describe("mask", right & False, right, EXACT, hidden=right)
     assert findings.where == "only keys after the query"
@@ -791,10 +791,10 @@ def to_tf32(x):
 def test_rounded_values_have_a_pattern(stage, narrow, words):
     """Values rounded or cut off to fewer bits have a pattern, unless kept in a narrow dtype."""
     expected, rng = drawn(stage, 0)
-    seen = observed(expected, rng)
-    assert words in describe(stage, narrow(seen), expected, ALLOWED).abouts
-    as_it_is_kept = narrow(seen).astype(ml_dtypes.bfloat16)
-    assert describe(stage, as_it_is_kept, expected, ALLOWED).abouts == ()
+    values = observed(expected, rng)
+    assert words in describe(stage, narrow(values), expected, ALLOWED).abouts
+    as_stored = narrow(values).astype(ml_dtypes.bfloat16)
+    assert describe(stage, as_stored, expected, ALLOWED).abouts == ()
 
 
 def test_problem_dtype_is_not_rounding():
@@ -892,30 +892,30 @@ def diagnosed(right, wrong, stage, *, alone=False, first_position=0, case=CASE):
         truth = run_steps(computed(problem, right).steps())
         same = run_steps(computed(problem, right, "float32").steps())[stage]
         moved = replace(problem, case=replace(problem.case, first_position=first_position))
-        seen = run_steps(computed(moved, wrong, "float32").steps())
+        stages = run_steps(computed(moved, wrong, "float32").steps())
     index = next(
         i for i, step in enumerate(computed(problem, right).steps()) if stage in step(truth)
     )
 
     def recompute(change):
-        values = {} if alone else dict(seen)
+        values = {} if alone else dict(stages)
         steps = changed(problem, change).steps()
         for step in steps[:index] if alone else ():
             values |= step(values)
         return steps[index](values)[stage]
 
     expected = recompute(with_spec(right))
-    found = describe(
+    description = describe(
         stage,
-        seen[stage],
+        stages[stage],
         expected,
         budget(expected, same, "float32") if same.dtype != bool else EXACT,
         hidden=truth["mask"],
         problem=problem,
         recompute=recompute,
     )
-    json.dumps(found.to_dict(), allow_nan=False)
-    return found
+    json.dumps(description.to_dict(), allow_nan=False)
+    return description
 
 
 def with_rope(rope=ROPE, **fields):

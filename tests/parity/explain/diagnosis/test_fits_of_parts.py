@@ -524,7 +524,7 @@ def test_recomputations_are_bounded(monkeypatch):
     monkeypatch.setattr(
         parity.explain.diagnosis.trial,
         "edited_layer",
-        lambda *given: calls.append(1) or made(*given),
+        lambda *arguments: calls.append(1) or made(*arguments),
     )
     assert abouts_of(problem, {"output": output + np.float32(0.1) * output**2}, "output") == ()
     assert len(calls) <= 2000

@@ -73,9 +73,12 @@ def test_bugs_of_backward_pass_are_named(case):
             continue
         assert any(not np.array_equal(wrong[stage], right[stage]) for stage in right)
         diagnosis = parity.diagnose(wrong, problem)
-        said = [diagnosis.likely_bug, *(about for f in diagnosis.findings for about in f.others)]
-        if name not in said and bug.about not in said:
-            unnamed.append((name, said))
+        explanations = [
+            diagnosis.likely_bug,
+            *(about for f in diagnosis.findings for about in f.others),
+        ]
+        if name not in explanations and bug.about not in explanations:
+            unnamed.append((name, explanations))
     assert unnamed == []
 
 

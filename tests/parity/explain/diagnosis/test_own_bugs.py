@@ -69,7 +69,7 @@ def test_registered_bug_is_found(name, edit, stage, is_output):
     assert finding.more == f"mha-parity bugs {name}"
     registry.OWN_BUGS.clear()
     assert name not in [
-        bug for each in parity.diagnose(stages, PROBLEM).findings for bug in each.bugs
+        bug for finding in parity.diagnose(stages, PROBLEM).findings for bug in finding.bugs
     ]
 
 

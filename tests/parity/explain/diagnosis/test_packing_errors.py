@@ -39,14 +39,14 @@ def misread(weights, spec, layout, other):
 
 def packed_patterns(weights, other, spec):
     """Return the one relation of q, k and v, and the names of the tensors that it explains."""
-    found = compare_weights(weights, spec, other, spec)
-    assert found.kind == "different"
-    patterns = {each.pattern for each in found.differences}
+    comparison = compare_weights(weights, spec, other, spec)
+    assert comparison.kind == "different"
+    patterns = {difference.pattern for difference in comparison.differences}
     (pattern,) = patterns
     assert pattern is not None
     assert pattern.name == "packed"
-    assert not found.unexplained
-    return pattern, [each.name for each in found.differences]
+    assert not comparison.unexplained
+    return pattern, [difference.name for difference in comparison.differences]
 
 
 SAME_PACKING = {"transformers.Phi3": "qkv_proj"}
@@ -98,11 +98,11 @@ def test_unknown_packing_order_is_described(dtype):
         packed_patterns(weights, other, GROUPED) if dtype == "float32" else (None, None)
     )
     if pattern is None:
-        found = compare_weights(weights, GROUPED, other, GROUPED)
-        patterns = {each.name: each.pattern for each in found.differences}
+        comparison = compare_weights(weights, GROUPED, other, GROUPED)
+        patterns = {difference.name: difference.pattern for difference in comparison.differences}
         assert patterns["out_proj.weight"].name == "fewer-bits"
         pattern = patterns["q_proj.weight"]
-        names = [name for name, each in patterns.items() if each == pattern]
+        names = [name for name, other in patterns.items() if other == pattern]
     assert len(names) == 3
     assert (
         "packed as [v k q q q q] for each key/value head, were read as [q q q q k v]"
@@ -163,8 +163,8 @@ def test_exchange_is_not_called_packing():
         "k_proj.weight": weights["v_proj.weight"],
         "v_proj.weight": weights["k_proj.weight"],
     }
-    found = compare_weights(weights, GROUPED, other, GROUPED)
-    assert {each.pattern.name for each in found.differences} == {"exchanged"}
+    comparison = compare_weights(weights, GROUPED, other, GROUPED)
+    assert {difference.pattern.name for difference in comparison.differences} == {"exchanged"}
 
 
 def change_one(weights):

@@ -118,8 +118,8 @@ def test_scores_in_problem_dtype_pass(dtype):
 def test_low_products_named_from_output(case, kind):
     """Products in TF32, bfloat16 or LoFi are named from the output alone, and explain its error."""
     problem = make_problem(CASES[case], "float32")
-    with inject(products_of(MANTISSA[kind]), problem, "torch") as given:
-        stages = record("torch", Reference(problem), given).accumulated
+    with inject(products_of(MANTISSA[kind]), problem, "torch") as wrong:
+        stages = record("torch", Reference(problem), wrong).accumulated
     diagnosis = diagnose({"output": stages["output"]}, problem)
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", [f"precision-{kind}"])
     assert diagnosis.named[0].ratio <= 1.0
@@ -266,5 +266,5 @@ def test_unexplained_nan_is_located():
     stages["context"][1, 2, 3] = np.nan
     diagnosis = diagnose(stages, problem)
     assert (diagnosis.kind, diagnosis.unexplained[0].stage) == ("unknown", "context")
-    told = str(diagnosis)
-    assert all(words in told for words in ("NaN", "sequence 1", "head 2", "position 3"))
+    text = str(diagnosis)
+    assert all(words in text for words in ("NaN", "sequence 1", "head 2", "position 3"))

@@ -71,9 +71,9 @@ def test_wrong_scales_are_named(bug, cache, dtype):
     """Wrong scales of keys and values are one finding, at the cache, with the right page."""
     problem = problem_of(EVERY[cache], dtype)
     diagnosis = parity.diagnose(computed(problem, BUGS[bug]), problem)
-    (found,) = diagnosis.findings
-    assert (found.bugs, stage_named(found.stage).quantity) == ((bug,), "cache.keys")
-    assert "keys and values" in found.about
+    (finding,) = diagnosis.findings
+    assert (finding.bugs, stage_named(finding.stage).quantity) == ((bug,), "cache.keys")
+    assert "keys and values" in finding.about
     assert diagnosis.more == "mha-parity bugs cache-quantization"
 
 
@@ -85,33 +85,33 @@ def test_outputs_alone_name_wrong_scales(bug, cache):
     problem = problem_of(EVERY[cache])
     stages = computed(problem, BUGS[bug])
     outputs = {name: x for name, x in stages.items() if name.endswith(".output")}
-    (found,) = parity.diagnose(outputs, problem).findings
-    assert found.bugs == (bug,)
+    (finding,) = parity.diagnose(outputs, problem).findings
+    assert finding.bugs == (bug,)
 
 
 def test_values_alone_are_named_as_such():
     """If only values are read without their scales, the finding says so."""
     problem = problem_of(E4M3)
-    (found,) = parity.diagnose(computed(problem, of_values_alone), problem).findings
-    assert found.bugs == ("cache-scale-missing",)
-    assert "cached values are read" in found.about
+    (finding,) = parity.diagnose(computed(problem, of_values_alone), problem).findings
+    assert finding.bugs == ("cache-scale-missing",)
+    assert "cached values are read" in finding.about
 
 
 @pytest.mark.parametrize("cache", ["int8", "int4"])
 def test_truncation_to_integers_is_named(cache):
     """Values cut off instead of rounded are named, with and without calibrated scales."""
     problem = problem_of(EVERY[cache].replace(dtype="int8"))
-    (found,) = parity.diagnose(computed(problem, truncated), problem).findings
-    assert found.bugs == ("cache-rounded-toward-zero",)
+    (finding,) = parity.diagnose(computed(problem, truncated), problem).findings
+    assert finding.bugs == ("cache-rounded-toward-zero",)
 
 
 @pytest.mark.parametrize("cache", ["int8", "e4m3", "e5m2", "int4"])
 def test_scales_of_wrong_axis_are_named(cache):
     """A scale for each channel instead of a different group is named."""
     problem = problem_of(EVERY[cache])
-    (found,) = parity.diagnose(computed(problem, per_channel), problem).findings
-    assert found.bugs == ("cache-scale-axis",)
-    assert "each feature of each head" in found.about
+    (finding,) = parity.diagnose(computed(problem, per_channel), problem).findings
+    assert finding.bugs == ("cache-scale-axis",)
+    assert "each feature of each head" in finding.about
 
 
 @pytest.mark.parametrize("cache", ["int8", "e4m3", "channel"])
@@ -119,17 +119,17 @@ def test_order_of_rope_and_rounding_is_named(cache):
     """Keys quantized on the other side of RoPE are named."""
     problem = problem_of(EVERY[cache])
     other = EVERY[cache].replace(before_rope=not EVERY[cache].before_rope)
-    (found,) = parity.diagnose(computed(problem, quantization=other), problem).findings
-    assert found.bugs == ("cache-rope-order",)
+    (finding,) = parity.diagnose(computed(problem, quantization=other), problem).findings
+    assert finding.bugs == ("cache-rope-order",)
 
 
 def test_other_stored_dtype_is_named():
     """A cache of e5m2 instead of e4m3 is named."""
     problem = problem_of(E4M3)
     other = E4M3.replace(dtype="float8_e5m2")
-    (found,) = parity.diagnose(computed(problem, quantization=other), problem).findings
-    assert found.bugs == ("cache-other-dtype",)
-    assert "float8_e5m2 instead of float8_e4m3fn" in found.about
+    (finding,) = parity.diagnose(computed(problem, quantization=other), problem).findings
+    assert finding.bugs == ("cache-other-dtype",)
+    assert "float8_e5m2 instead of float8_e4m3fn" in finding.about
 
 
 @pytest.mark.parametrize("when_read", [False, True])
@@ -142,9 +142,9 @@ def test_exchanged_scales_are_named(when_read):
         return cache.rounded(x / stored) * read
 
     problem = problem_of(INT8)
-    (found,) = parity.diagnose(computed(problem, exchanged), problem).findings
-    assert found.bugs == ("cache-scales-exchanged",)
-    assert ("when they are read" in found.about) == when_read
+    (finding,) = parity.diagnose(computed(problem, exchanged), problem).findings
+    assert finding.bugs == ("cache-scales-exchanged",)
+    assert ("when they are read" in finding.about) == when_read
 
 
 def without_zeros(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -184,11 +184,11 @@ def test_wrong_zero_points_are_named():
     cache = CacheQuantization("int8", "head", zero_point="integer")
     problem = problem_of(cache)
     for bug, through in ZERO_POINTS:
-        (found,) = parity.diagnose(computed(problem, through), problem).findings
-        assert found.bugs == (bug,), through
+        (finding,) = parity.diagnose(computed(problem, through), problem).findings
+        assert finding.bugs == (bug,), through
     other = cache.replace(scale_per="channel")
-    (found,) = parity.diagnose(computed(problem, quantization=other), problem).findings
-    assert found.bugs == ("cache-scale-axis",)
+    (finding,) = parity.diagnose(computed(problem, quantization=other), problem).findings
+    assert finding.bugs == ("cache-scale-axis",)
 
 
 CALIBRATED = CacheQuantization(
@@ -207,10 +207,10 @@ def test_scales_of_another_layer_are_fitted(quantization, when_read):
         return cache.rounded(x / stored) * read
 
     problem = problem_of(quantization)
-    (found,) = parity.diagnose(computed(problem, of_another), problem).findings
-    assert found.bugs == ("cache-quantization",)
-    assert ("1.3 times" in found.about) == when_read
-    assert {"step0.cache.keys", "step1.cache.keys", "step2.cache.keys"} <= set(found.stages)
+    (finding,) = parity.diagnose(computed(problem, of_another), problem).findings
+    assert finding.bugs == ("cache-quantization",)
+    assert ("1.3 times" in finding.about) == when_read
+    assert {"step0.cache.keys", "step1.cache.keys", "step2.cache.keys"} <= set(finding.stages)
 
 
 @pytest.mark.thorough
@@ -224,4 +224,6 @@ def test_grids_are_alike_in_bfloat16():
 
     problem = problem_of(CacheQuantization("int8"), "bfloat16")
     diagnosis = parity.diagnose(computed(problem, of_another), problem)
-    assert all(name == "cache-quantization" for each in diagnosis.findings for name in each.bugs)
+    assert all(
+        name == "cache-quantization" for finding in diagnosis.findings for name in finding.bugs
+    )

@@ -82,7 +82,7 @@ def test_head_sharding_bug_is_named(name, stages):
         ranks, first = [{"output": rank["output"]} for rank in ranks], "output"
     diagnosis = parity.diagnose_ranks(ranks, problem, tensor=4)
     assert list(diagnosis.wrong) == wrong
-    assert {each.stage for each in diagnosis.wrong.values()} == {first}
+    assert {comparison.stage for comparison in diagnosis.wrong.values()} == {first}
     assert names_in(diagnosis) == [name]
     assert (diagnosis.likely_bug, diagnosis.first_wrong_stage) == (name, first)
     assert f"First wrong stage of rank {wrong[0]}: {first}, " in str(diagnosis)
@@ -97,10 +97,10 @@ def test_norm_over_rank_width_is_named():
     }
     ranks = []
     for rank in range(2):
-        held, own = parity.shard(weights, apart, ShardPlan(2), rank)
+        share, own = parity.shard(weights, apart, ShardPlan(2), rank)
         own = replace(own, qk_norm=WIDTH.qk_norm)
-        held = {name: held[name].reshape(shape) for name, shape in own.weight_shapes.items()}
-        ranks.append(computed(held, own, problem.inputs["query"]))
+        share = {name: share[name].reshape(shape) for name, shape in own.weight_shapes.items()}
+        ranks.append(computed(share, own, problem.inputs["query"]))
     diagnosis = parity.diagnose_ranks(ranks, problem, tensor=2)
     assert list(diagnosis.wrong) == [0, 1]
     assert names_in(diagnosis) == ["rank-norm-over-own-width"]
@@ -140,7 +140,7 @@ def test_zigzag_token_order_is_named():
     ]
     diagnosis = parity.diagnose_ranks(ranks, problem, tokens=2)
     assert list(diagnosis.wrong) == [0, 1]
-    assert {each.stage for each in diagnosis.wrong.values()} == {"context"}
+    assert {comparison.stage for comparison in diagnosis.wrong.values()} == {"context"}
     assert names_in(diagnosis) == ["rank-zigzag-left"]
 
 
@@ -161,8 +161,10 @@ def gradients(problem, weigh):
     d_scores = wrong * (
         d_context @ grouped.detach().mT - (d_context * context).sum(-1, keepdim=True)
     )
-    found = (scores * d_scores).masked_fill(hidden, 0.0).sum() + (wrong @ grouped * d_context).sum()
-    return torch.autograd.grad(found, x)[0]
+    objective = (scores * d_scores).masked_fill(hidden, 0.0).sum() + (
+        wrong @ grouped * d_context
+    ).sum()
+    return torch.autograd.grad(objective, x)[0]
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
@@ -186,13 +188,13 @@ def test_rank_bugs_cover_all_names():
     """Over three problems, `rank_bugs` yields every name in `NAMES` and no other."""
     whole, width = problem_of(SPEC), problem_of(WIDTH)
     plain = problem_of(AttentionSpec(32, 8, rope=Rope()))
-    asked = [(whole, 4, 1), (width, 4, 1), (plain, 1, 2)]
-    found = {
-        each.name
-        for problem, tensor, tokens in asked
-        for each in rank_bugs(problem, ShardPlan(tensor), tokens)
+    layouts = [(whole, 4, 1), (width, 4, 1), (plain, 1, 2)]
+    names = {
+        bug.name
+        for problem, tensor, tokens in layouts
+        for bug in rank_bugs(problem, ShardPlan(tensor), tokens)
     }
-    assert found == {*NAMES}
+    assert names == {*NAMES}
 
 
 def test_unexplained_rank_error_is_unknown():

@@ -21,8 +21,8 @@ def write(tmp_path):
         paths = []
         for rank, stages in enumerate(ranks):
             paths.append(str(tmp_path / f"rank{rank}.safetensors"))
-            held = {name: parity.to_numpy(x) for name, x in (dict(stages) | beside).items()}
-            save_tensors(paths[-1], held, {})
+            tensors = {name: parity.to_numpy(x) for name, x in (dict(stages) | beside).items()}
+            save_tensors(paths[-1], tensors, {})
         return paths
 
     return written
@@ -45,14 +45,14 @@ def test_rank_files_are_diagnosed(write, layer, tmp_path, capsys):
     assert "nothing differs by more than rounding on any rank" in capsys.readouterr().out
     wrong = write(of_heads(problem, 4, cut(problem, "sinks")), query=query)
     assert main([*right, *wrong, "--json", str(tmp_path / "found.json")]) == 1
-    said = capsys.readouterr().out
-    assert "the layer is assumed to be causal; if it is not, pass --no-causal" in said
-    assert "First wrong stage of rank 1: attn_weights, " in said
-    assert "Likely bug: rank-first-sinks\n" in said
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [each["rank"] for each in found["wrong"]] == [1, 2, 3]
-    assert [each["bugs"] for each in found["findings"]] == [["rank-first-sinks"]]
-    assert found["likely_bug"] == "rank-first-sinks"
+    printed = capsys.readouterr().out
+    assert "the layer is assumed to be causal; if it is not, pass --no-causal" in printed
+    assert "First wrong stage of rank 1: attn_weights, " in printed
+    assert "Likely bug: rank-first-sinks\n" in printed
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert [comparison["rank"] for comparison in report["wrong"]] == [1, 2, 3]
+    assert [finding["bugs"] for finding in report["findings"]] == [["rank-first-sinks"]]
+    assert report["likely_bug"] == "rank-first-sinks"
 
 
 def test_sequence_ranks_have_own_queries(write, layer, capsys):
@@ -109,9 +109,9 @@ def test_bad_mesh_arguments_exit_with_2(ranks, which, more, input_error, write, 
     paths = write(of_heads(problem, 4), query=problem.inputs["query"])
     divided = ["--mesh", ranks, "--weights", weights] if ranks else []
     assert main(["diagnose", *divided, *more, *(paths[rank] for rank in which)]) == 2
-    said = capsys.readouterr().err
-    assert input_error.is_printed_in(said)
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert input_error.is_printed_in(printed)
+    assert printed.count("\n") == 1
 
 
 def test_bad_rank_files_exit_with_2(write, layer, capsys):

@@ -112,7 +112,9 @@ def test_bug_is_named_despite_conventions(recorded):
     diagnosis = diagnose(recorded_as(values, RECORDED[recorded]), problem)
     assert diagnosis.is_wrong
     if recorded != "(T, B, E)":  # the form of the wrong stage itself
-        assert [each.bugs for each in diagnosis.named] == [("out_proj-transposed",)], str(diagnosis)
+        assert [finding.bugs for finding in diagnosis.named] == [("out_proj-transposed",)], str(
+            diagnosis
+        )
 
 
 FILLS = {"-inf": -np.inf, "-1e9": -1e9, "-1e4": -1e4, "the least": float(np.finfo(np.float32).min)}
@@ -128,10 +130,10 @@ def test_masked_scores_hide_no_bug(fill, name):
     shown = ~values["mask"] if name == "mask-flipped" else values["mask"]
     values["scores"] = np.where(shown, FILLS[fill], values["scores"]).astype(np.float32)
     diagnosis = diagnose(values, problem)
-    assert [each.bugs for each in diagnosis.named] == [(name,)], str(diagnosis)
+    assert [finding.bugs for finding in diagnosis.named] == [(name,)], str(diagnosis)
     assert not diagnosis.unnamed
     assert set(diagnosis.conventions) == {"scores"}
-    assert all(each.error_before < 1e6 for each in diagnosis.named)
+    assert all(finding.error_before < 1e6 for finding in diagnosis.named)
 
 
 def test_penalty_in_scores_is_named():
@@ -140,7 +142,7 @@ def test_penalty_in_scores_is_named():
     problem, values = right(GQA, "float32", made)
     values["scores"] = np.where(values["mask"], np.float32(-10.0), values["scores"])
     for observed in (values, {"output": values["output"]}):
-        assert [each.bugs for each in diagnose(observed, problem).named] == [
+        assert [finding.bugs for finding in diagnose(observed, problem).named] == [
             ("mask-penalty-filled",)
         ]
 
@@ -150,7 +152,9 @@ def test_large_scores_are_not_masked():
     problem, values = right(GQA)
     values["scores"] = values["scores"] * np.float32(1e5)
     diagnosis = diagnose(values, problem)
-    assert [(each.stage, each.pages) for each in diagnosis.named] == [("scores", ("scale",))]
+    assert [(finding.stage, finding.pages) for finding in diagnosis.named] == [
+        ("scores", ("scale",))
+    ]
 
 
 @sample(changed=["context"])
@@ -165,7 +169,7 @@ def test_convention_hides_no_later_error(changed):
     assert (diagnosis.is_wrong, diagnosis.stage) == (True, changed)
     assert diagnosis.output_agrees == (changed != "output")
     alone = diagnose({"q": before["q"]}, problem)
-    assert [each.bugs for each in alone.named] == [("rope-missing",)]
+    assert [finding.bugs for finding in alone.named] == [("rope-missing",)]
 
 
 def test_unscaled_scores_are_a_convention():
@@ -256,7 +260,7 @@ def test_scores_in_16_bits_are_not_a_bug(dtype, choice, stages):
     diagnosis = diagnose(
         {"output": wrong["output"], "scores": wrong["scores"].astype(dtype_named(dtype))}, problem
     )
-    assert [each.bugs for each in diagnosis.named] == [("scale-missing",)]
+    assert [finding.bugs for finding in diagnosis.named] == [("scale-missing",)]
 
 
 def test_log_sum_exp_softmax_is_right():
@@ -294,9 +298,9 @@ def test_choice_keeps_float64_reference():
     before = {dtype: first.stage("attn_weights", (), dtype) for dtype in ("float32", "float64")}
     other = first.with_choice(LOG_SUM_EXP)
     assert other.stage("attn_weights", (), "float64") is before["float64"]
-    found = other.stage("attn_weights", (), "float32")
-    assert np.array_equal(found, alone.stage("attn_weights", (), "float32"))
-    assert not np.array_equal(found, before["float32"])
+    weights = other.stage("attn_weights", (), "float32")
+    assert np.array_equal(weights, alone.stage("attn_weights", (), "float32"))
+    assert not np.array_equal(weights, before["float32"])
 
 
 def test_replay_with_choice_is_independent():
@@ -350,7 +354,7 @@ def test_bug_after_unknown_stage_is_named():
         values |= edited_layer(problem, "float32", (made,)).output(values)
     diagnosis = diagnose(values, problem)
     assert [unknown.stage for unknown in diagnosis.unnamed] == ["scores"]
-    assert [each.bugs for each in diagnosis.named] == [("out_proj-transposed",)]
+    assert [finding.bugs for finding in diagnosis.named] == [("out_proj-transposed",)]
 
 
 def test_unexplained_q_has_a_location():
@@ -364,10 +368,10 @@ def test_unexplained_q_has_a_location():
     assert "only head 3" in finding.where
     assert "1.25" in finding.about
     assert "1.25" in str(diagnosis)
-    found = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))["findings"][0][
+    first_finding = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))["findings"][0][
         "description"
     ]
-    assert found["location"]["heads"] == [3]
+    assert first_finding["location"]["heads"] == [3]
 
 
 # ---- assert_parity and the command line ----------------------------------------------------------
@@ -376,11 +380,11 @@ def test_unexplained_q_has_a_location():
 def test_assert_parity_warns_of_convention():
     """q with other axes passes with a ConventionWarning, and fails with diagnose=False."""
     problem, values = right(GQA)
-    told = RECORDED["(B, T, N, H)"](values)
+    recorded = RECORDED["(B, T, N, H)"](values)
     with pytest.warns(parity.ConventionWarning, match=r"q has axes \(B, T, N, H\)"):
-        parity.assert_parity({**values, **told}, problem=problem)
+        parity.assert_parity({**values, **recorded}, problem=problem)
     with pytest.raises(AssertionError, match="q: actual differs"):
-        parity.assert_parity({**values, **told}, problem=problem, diagnose=False)
+        parity.assert_parity({**values, **recorded}, problem=problem, diagnose=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parity.assert_parity(values, problem=problem)
@@ -390,15 +394,15 @@ def test_first_of_two_bugs_is_the_headline():
     """The message begins with the first of two bugs, although stages have other axes."""
     names = ("fused-qkv-read-per-head", "out_proj-bias-missing")
     case = Case("ci", AttentionSpec(32, 4), "no groups", seq_len=6, is_causal=True)
-    known = {each.name: each for each in reversed(bugs_for(case))}
+    known = {bug.name: bug for bug in reversed(bugs_for(case))}
     problem, values = right(case, "float32", *map(known.get, names))
     values = recorded_as(
         values, lambda v: {name: v[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")}
     )
     values["scores"] = np.where(values["mask"], -np.inf, values["scores"]).astype(np.float32)
     comparisons, diagnosis = compare_and_diagnose(values, problem=problem)
-    assert [each.bugs for each in diagnosis.named] == [(name,) for name in names]
-    assert all(math.isfinite(each.ratio) for each in comparisons)
+    assert [finding.bugs for finding in diagnosis.named] == [(name,) for name in names]
+    assert all(math.isfinite(comparison.ratio) for comparison in comparisons)
     assert (
         message(comparisons, diagnosis).splitlines()[0]
         == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
@@ -419,8 +423,10 @@ def test_conventions_have_ratios_below_one():
     with pytest.warns(parity.ConventionWarning):
         comparisons, diagnosis = compare_and_diagnose(values, problem=problem)
     assert diagnosis.kind == "convention"
-    assert all(each.passed and each.ratio <= 1.0 for each in comparisons)
-    assert {each.stage for each in comparisons if each.reason} == set(diagnosis.conventions)
+    assert all(comparison.passed and comparison.ratio <= 1.0 for comparison in comparisons)
+    assert {comparison.stage for comparison in comparisons if comparison.reason} == set(
+        diagnosis.conventions
+    )
 
 
 def test_equal_conventions_share_a_line():
@@ -442,7 +448,7 @@ def test_message_names_eight_other_stages():
     wrong = {name: x + 1 if x.dtype == np.float32 else x for name, x in values.items()}
     comparisons = compare_arrays(wrong, problem=problem)
     (line,) = (line for line in message(comparisons).splitlines() if "also differ" in line)
-    assert sum(each.stage in line.replace(",", "").split() for each in comparisons) == 8
+    assert sum(comparison.stage in line.replace(",", "").split() for comparison in comparisons) == 8
 
 
 def test_assert_parity_without_diagnosis():
@@ -486,7 +492,7 @@ def test_command_reports_assumed_causality(tmp_path, monkeypatch, capsys):
     np.savez(tmp_path / "w.npz", **weights)
     (tmp_path / "port.py").write_text(PORT)
     monkeypatch.syspath_prepend(str(tmp_path))
-    told = [
+    arguments = [
         "diagnose",
         "port:encoder",
         "--framework",
@@ -494,21 +500,21 @@ def test_command_reports_assumed_causality(tmp_path, monkeypatch, capsys):
         "--weights",
         str(tmp_path / "w.safetensors"),
     ]
-    assert main(told) == 1
+    assert main(arguments) == 1
     out = capsys.readouterr().out
     assert "port:encoder is assumed to be causal; if it is not, pass --no-causal" in out
     assert "with --no-causal, nothing differs" in out
-    assert main([*told, "--no-causal"]) == 0
+    assert main([*arguments, "--no-causal"]) == 0
     wrong = {
         "transposed": weights["out_proj.weight"].T.copy(),
         "other": weights["out_proj.weight"] ** 3,
     }
     for name, weight in wrong.items():
         save_weights(tmp_path / "w.safetensors", weights | {"out_proj.weight": weight}, spec)
-        assert main(told) == 1
+        assert main(arguments) == 1
         words = "with --no-causal, known bugs explain every difference: out_proj-transposed"
         assert (words in capsys.readouterr().out) == (name == "transposed")
-    assert main(["diagnose", "port:Encoder", *told[2:]]) == 2
+    assert main(["diagnose", "port:Encoder", *arguments[2:]]) == 2
     assert rejects("port:Encoder", "class").is_printed_in(capsys.readouterr().err)
 
 

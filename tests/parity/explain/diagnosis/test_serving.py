@@ -194,8 +194,8 @@ def test_mask_showing_keys_is_not_a_leak():
         scores = np.where(shown, -np.inf, stages["scores"])
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        found = parity.diagnose({"attn_weights": weights.astype(np.float32)}, problem)
-        (finding,) = found.findings
+        diagnosis = parity.diagnose({"attn_weights": weights.astype(np.float32)}, problem)
+        (finding,) = diagnosis.findings
         assert f"key {key} (of 8) of sequence {sequence}" in finding.about
         assert ",".join(finding.pages) == page
 

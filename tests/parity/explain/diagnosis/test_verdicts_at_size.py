@@ -392,7 +392,7 @@ def served(problem, *, mask_of_longest=False):
         context = weighed @ values.repeat(group, 1)
         lengths = lengths + np.array(case.new_lengths[step])
         output = context.swapaxes(1, 2).reshape(2, count, -1) @ weights["out_proj.weight"].T
-        found = {
+        stages_served = {
             "q": q,
             "k": k,
             "v": v,
@@ -400,8 +400,10 @@ def served(problem, *, mask_of_longest=False):
             "context": context,
             "output": output,
         }
-        found |= {"cache.keys": keys.copy(), "cache.values": values.copy()}
-        stages |= {f"step{step}.{name}": array.astype(np.float32) for name, array in found.items()}
+        stages_served |= {"cache.keys": keys.copy(), "cache.values": values.copy()}
+        stages |= {
+            f"step{step}.{name}": array.astype(np.float32) for name, array in stages_served.items()
+        }
         stages[f"step{step}.mask"] = np.broadcast_to(hidden, (2, 8, count, case.capacity))
         stages[f"step{step}.cache.lengths"] = lengths.astype(np.int32)
     return stages

@@ -127,7 +127,7 @@ def on_angles(change: Any) -> Any:
     """Change the angles (T, pairs) by which a tower rotates pairs."""
 
     def inject(model: Any) -> None:
-        (rotary,) = (each for each in model.modules() if "Rotary" in type(each).__name__)
+        (rotary,) = (module for module in model.modules() if "Rotary" in type(module).__name__)
 
         def changed(module: Any, args: Any, result: Any) -> Any:
             if isinstance(result, torch.Tensor):  # complex numbers
@@ -143,10 +143,10 @@ def on_angles(change: Any) -> Any:
 
 def factors(angles: Any, **of_pairs: float) -> Any:
     """Return the angles multiplied by a factor per pair, 1 for pairs without one."""
-    found = torch.ones(angles.shape[-1])
+    scale = torch.ones(angles.shape[-1])
     for pair, factor in of_pairs.items():
-        found[int(pair[1:])] = factor
-    return angles * found
+        scale[int(pair[1:])] = factor
+    return angles * scale
 
 
 def swapped(angles: Any) -> Any:

@@ -29,8 +29,8 @@ class WindowAttention(nn.Module):
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
         q, k, v = (
-            each(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
-            for each in (self.query, self.key, self.value)
+            projection(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
         )
         mask = attention_mask.repeat(len(x) // len(attention_mask), 1, 1)[:, None]
         weights = self.change(q @ k.mT * WIDTH**-0.5, mask).softmax(-1)
@@ -60,17 +60,17 @@ class Windows(nn.Module):
 
 def identified(change: Callable[..., Tensor]) -> Identification:
     images = torch.randn(2, 3, TOKENS, HEADS * WIDTH, generator=torch.Generator().manual_seed(1))
-    (found,) = identify(Windows(change).eval(), {"images": images})
-    return found
+    (layer,) = identify(Windows(change).eval(), {"images": images})
+    return layer
 
 
 def test_window_mask_is_evidence_not_spec():
     """A mask that the layer receives is named in the evidence and adds nothing to the spec."""
-    found = identified(lambda scores, mask: scores + mask)
-    assert found.spec is not None, str(found)
-    assert found.spec.given() == {"d_model": HEADS * WIDTH, "num_heads": HEADS}
-    assert found.is_causal is False
-    (evidence,) = (each for each in found.evidence if each.field == "mask")
+    layer = identified(lambda scores, mask: scores + mask)
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.given() == {"d_model": HEADS * WIDTH, "num_heads": HEADS}
+    assert layer.is_causal is False
+    (evidence,) = (entry for entry in layer.evidence if entry.field == "mask")
     assert evidence.value == "attention_mask"
 
 
@@ -114,6 +114,6 @@ ODDITIES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", ODDITIES)
 def test_window_mask_oddity_is_rejected(name):
     """A layer that does not add exactly its mask to the scores has no spec, and a reason."""
-    found = identified(ODDITIES[name])
-    assert found.spec is None, str(found)
-    assert found.reason
+    layer = identified(ODDITIES[name])
+    assert layer.spec is None, str(layer)
+    assert layer.reason

@@ -28,7 +28,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            each(x).unflatten(-1, (4, 8)).transpose(1, 2) for each in (self.q, self.k, self.v)
+            projection(x).unflatten(-1, (4, 8)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
         )
         scores = self.change(q @ k.mT * 8**-0.5, x)
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -43,11 +44,11 @@ def numbers(*shape: int) -> torch.Tensor:
 
 def test_unchanged_layer_is_identified():
     """Attention without changes is identified from calls with 24 and with 13 tokens."""
-    (found,) = identify(
+    (layer,) = identify(
         nn.Sequential(Attention(lambda scores, x: scores)).eval(), {"input": numbers(3, 24, 32)}
     )
-    assert found.spec is not None, found.reason
-    assert (found.num_tokens, found.fewest_tokens) == (24, 13)
+    assert layer.spec is not None, layer.reason
+    assert (layer.num_tokens, layer.fewest_tokens) == (24, 13)
 
 
 HIDDEN = {
@@ -62,8 +63,8 @@ HIDDEN = {
 def test_input_dependence_is_rejected(name):
     """A layer whose scores depend on the length, the batch size or their own size has no spec."""
     model = nn.Sequential(Attention(HIDDEN[name])).eval()
-    (found,) = identify(model, {"input": numbers(3, 24, 32)})
-    assert found.spec is None, str(found)
+    (layer,) = identify(model, {"input": numbers(3, 24, 32)})
+    assert layer.spec is None, str(layer)
 
 
 def test_equal_tokens_show_no_attention():
@@ -109,13 +110,13 @@ def test_positions_in_patches_are_identified():
     """Attention to patches that contain their positions is identified;
     with a bias from the input it is rejected.
     """
-    (found,) = identify(WithPositions(lambda scores, x: scores).eval(), {"patches": patches()})
-    assert found.spec is not None, found.reason
-    (found,) = identify(
+    (layer,) = identify(WithPositions(lambda scores, x: scores).eval(), {"patches": patches()})
+    assert layer.spec is not None, layer.reason
+    (layer,) = identify(
         WithPositions(lambda scores, x: scores + x[:, None, None, :, 0]).eval(),
         {"patches": patches()},
     )
-    assert found.spec is None
+    assert layer.spec is None
 
 
 def test_float64_model_raises():

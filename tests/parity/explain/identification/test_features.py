@@ -83,8 +83,8 @@ def test_grid_bias_or_norm_is_identified(name):
     """
     kind, options, fields = FOUND[name]
     model = model_of(kind, **options)
-    found = identify(model, inputs_of(kind))
-    first = found[0]
+    layers = identify(model, inputs_of(kind))
+    first = layers[0]
     assert first.spec is not None, str(first)
     assert {field: getattr(first.spec, field) for field in fields} == fields
     parameters = dict(model.named_parameters())
@@ -95,8 +95,10 @@ def test_grid_bias_or_norm_is_identified(name):
         known = [x for path, x in parameters.items() if path.endswith(first.names[weight])]
         assert any((x.detach().numpy() == first.weights[weight]).all() for x in known)
     if name == "Swin":  # shifted windows receive masks
-        assert [layer.spec is not None for layer in found] == [True] * 3, "\n".join(map(str, found))
-        assert any(each.field == "mask" for each in found[2].evidence)
+        assert [layer.spec is not None for layer in layers] == [True] * 3, "\n".join(
+            map(str, layers)
+        )
+        assert any(entry.field == "mask" for entry in layers[2].evidence)
 
 
 def changed(path: str, change: Any) -> Any:
@@ -105,7 +107,7 @@ def changed(path: str, change: Any) -> Any:
     def inject(model: Any) -> None:
         for name, module in model.named_modules():
             if name.endswith(path):
-                module.register_forward_hook(lambda _, given, output: change(output, *given))
+                module.register_forward_hook(lambda _, inputs, output: change(output, *inputs))
 
     return inject
 
@@ -137,7 +139,7 @@ def test_injected_oddity_is_rejected(name):
         kind, **({**BEIT, "use_relative_position_bias": True} if kind == "Beit" else BITNET)
     )
     ODDITIES[name](model)
-    found = identify(model, inputs_of(kind))
-    assert len(found) == (2 if kind == "Beit" else 1)
-    assert [str(layer) for layer in found if layer.spec is not None] == []
-    assert all(layer.reason for layer in found)
+    layers = identify(model, inputs_of(kind))
+    assert len(layers) == (2 if kind == "Beit" else 1)
+    assert [str(layer) for layer in layers if layer.spec is not None] == []
+    assert all(layer.reason for layer in layers)

@@ -37,10 +37,10 @@ def promotion():
 
 def identified(model: Any, inputs: dict[str, Any], **options: Any) -> list[Identification]:
     """Identify all layers of a model; each must have a spec and a share above 0."""
-    found = identify(model, inputs, **options)
-    assert all(layer.spec is not None for layer in found), "\n".join(map(str, found))
-    assert all(layer.share is not None and 0.0 < layer.share <= 1.0 for layer in found)
-    return found
+    layers = identify(model, inputs, **options)
+    assert all(layer.spec is not None for layer in layers), "\n".join(map(str, layers))
+    assert all(layer.share is not None and 0.0 < layer.share <= 1.0 for layer in layers)
+    return layers
 
 
 def array(*shape: int) -> Any:
@@ -122,17 +122,17 @@ def test_handwritten_layers_are_identified():
     """Three handwritten layers of a decoder are identified in
     order, with specs, positions and weight names.
     """
-    found = identified(Decoder(EinsumAttention, LibraryAttention, PackedAttention), tokens_of())
-    assert [layer.name for layer in found] == ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
-    assert [unheld(layer.spec) for layer in found if layer.spec is not None] == [
+    layers = identified(Decoder(EinsumAttention, LibraryAttention, PackedAttention), tokens_of())
+    assert [layer.name for layer in layers] == ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
+    assert [unheld(layer.spec) for layer in layers if layer.spec is not None] == [
         BY_EINSUM,
         BY_LIBRARY,
         PACKED,
     ]
-    assert all(layer.is_causal for layer in found)
-    assert found[0].positions == found[1].positions == ((0, 15), (20000, 20015))
-    assert found[2].names["v_proj.bias"] == "qkv.bias"
-    assert found[0].names["q_norm.weight"] == "query_norm.scale"
+    assert all(layer.is_causal for layer in layers)
+    assert layers[0].positions == layers[1].positions == ((0, 15), (20000, 20015))
+    assert layers[2].names["v_proj.bias"] == "qkv.bias"
+    assert layers[0].names["q_norm.weight"] == "query_norm.scale"
 
 
 def test_context_gate_is_identified():
@@ -178,7 +178,7 @@ def test_tiled_key_heads_are_reordered():
 def test_evidence_of_scores_is_observed():
     """The soft cap counts as seen, and the scale was found as a factor of the scores."""
     (layer,) = identified(Decoder(EinsumAttention), tokens_of())
-    how = {each.field: each for each in layer.evidence}
+    how = {entry.field: entry for entry in layer.evidence}
     assert how["soft_cap"].is_observed
     assert how["scale"].how == "factor of the scores"
 
@@ -223,9 +223,9 @@ def test_scanned_layers_are_identified():
 
             return forward(x, self.layers)
 
-    found = identified(Loop(), {"x": array(2, 10, 32)})
-    assert [layer.spec for layer in found] == [BY_LIBRARY, BY_LIBRARY]
-    assert len({layer.name for layer in found}) == 2
+    layers = identified(Loop(), {"x": array(2, 10, 32)})
+    assert [layer.spec for layer in layers] == [BY_LIBRARY, BY_LIBRARY]
+    assert len({layer.name for layer in layers}) == 2
 
 
 def test_scale_applied_twice_is_squared():

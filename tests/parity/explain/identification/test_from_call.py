@@ -33,24 +33,24 @@ class OwnAttention(nn.Module):
         self.attend = attend
         self.query, self.key, self.value, self.out = (nn.Linear(E, E) for _ in range(4))
 
-    def forward(self, x: Tensor, given: Any) -> Tensor:
+    def forward(self, x: Tensor, argument: Any) -> Tensor:
         heads = [
-            each(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
-            for each in (self.query, self.key, self.value)
+            projection(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
         ]
-        return self.out(self.attend(*heads, given).transpose(1, 2).flatten(2))
+        return self.out(self.attend(*heads, argument).transpose(1, 2).flatten(2))
 
 
 class Caller(nn.Module):
     """A model that passes the same argument to its attention in each call."""
 
-    def __init__(self, attend: Any, given: Any) -> None:
+    def __init__(self, attend: Any, argument: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.attention, self.given = OwnAttention(attend), given
+        self.attention, self.argument = OwnAttention(attend), argument
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, self.given)
+        return self.attention(x, self.argument)
 
 
 def scored(
@@ -85,7 +85,7 @@ def by_numbers(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
 
 def in_a_loop(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
     parts = zip(*(x.split((ends[1:] - ends[:-1]).tolist(), 2) for x in (q, k, v)), strict=True)
-    return torch.cat([scored(*each) for each in parts], 2)
+    return torch.cat([scored(*part) for part in parts], 2)
 
 
 def in_fixed_chunks(q: Tensor, k: Tensor, v: Tensor, _: Any) -> Tensor:
@@ -203,9 +203,9 @@ def test_call_argument_is_reported(name):
     """The report names the part of attention that an argument sets, such as segments, a mask, a
     scale, a bias or positions; an argument without effect is left out.
     """
-    attend, given, spec, is_causal, from_call = REPORTED[name]
+    attend, argument, spec, is_causal, from_call = REPORTED[name]
     x = torch.randn(2, TOKENS, E, generator=torch.Generator().manual_seed(1))
-    (layer,) = identify(Caller(attend, given).eval(), {"x": x})
+    (layer,) = identify(Caller(attend, argument).eval(), {"x": x})
     assert layer.spec is not None, str(layer)
     assert (layer.spec, layer.is_causal, layer.from_call) == (spec, is_causal, from_call)
     for part in from_call:
@@ -265,9 +265,9 @@ def test_unchangeable_argument_is_unknown():
 @pytest.mark.parametrize("name", REJECTED)
 def test_undescribed_argument_is_rejected(name):
     """A layer whose use of an argument no report can describe has no spec, and a reason."""
-    attend, given = REJECTED[name]
+    attend, argument = REJECTED[name]
     x = torch.randn(2, TOKENS, E, generator=torch.Generator().manual_seed(1))
-    (layer,) = identify(Caller(attend, given).eval(), {"x": x})
+    (layer,) = identify(Caller(attend, argument).eval(), {"x": x})
     assert layer.spec is None, str(layer)
     assert layer.reason
 
@@ -279,8 +279,8 @@ def test_segments_of_mha_torch_are_reported():
     layer = mha_torch.MultiHeadSelfAttention(E, 4).eval()
     x = torch.randn(1, TOKENS, E, generator=torch.Generator().manual_seed(1))
     ids = torch.arange(TOKENS)[None] * 3 // TOKENS
-    (found,) = identify(layer, {"x": x, "segment_ids": ids})
-    assert (found.spec, found.from_call) == (layer.spec, {"segment_ids": "segment_ids"})
+    (observed,) = identify(layer, {"x": x, "segment_ids": ids})
+    assert (observed.spec, observed.from_call) == (layer.spec, {"segment_ids": "segment_ids"})
 
 
 def test_segments_are_needed_for_parity():
@@ -292,18 +292,18 @@ def test_segments_are_needed_for_parity():
         "with", layer.spec, "", batch=1, seq_len=TOKENS, segment_ids=(tuple(IDS.tolist()),)
     )
     with torch.no_grad():
-        seen = model(x)
-    for each, is_right in (
+        output = model(x)
+    for case_and_spec, is_right in (
         (case, True),
         (parity.Case("without", layer.spec, "", batch=1, seq_len=TOKENS), False),
     ):
-        problem = parity.make_problem(each, "float32", layer.weights)
+        problem = parity.make_problem(case_and_spec, "float32", layer.weights)
         problem.inputs["query"] = x.numpy()
         if is_right:
-            parity.assert_parity(seen, problem=problem)
+            parity.assert_parity(output, problem=problem)
         else:
             with pytest.raises(AssertionError):
-                parity.assert_parity(seen, problem=problem, diagnose=False)
+                parity.assert_parity(output, problem=problem, diagnose=False)
 
 
 # ---- Towers of transformers ----------------------------------------------------------------------
@@ -336,11 +336,11 @@ def small_encoder(name: str) -> tuple[Any, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = getattr(modules[1], of_class)(config).eval()
     if name == "qwen3_asr":
-        given = {
+        arguments = {
             "input_features": torch.randn(1, 16, length),
             "input_features_mask": torch.ones(1, length).long(),
         }
-        return model, given
+        return model, arguments
     return model, {
         "input_features": torch.randn(16, length),
         "feature_lens": torch.tensor([length]),
@@ -382,8 +382,8 @@ class FlaxAttention(nnx.Module):
 
     def __call__(self, x: Any, mask: Any = None, ids: Any = None) -> Any:
         q, k, v = (
-            each(x).reshape(*x.shape[:2], HEADS, WIDTH)
-            for each in (self.query, self.key, self.value)
+            projection(x).reshape(*x.shape[:2], HEADS, WIDTH)
+            for projection in (self.query, self.key, self.value)
         )
         scores = jnp.einsum("bthd,bshd->bhts", q, k) * WIDTH**-0.5
         if ids is not None:
@@ -396,19 +396,19 @@ class FlaxAttention(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("given", "is_causal", "from_call"),
+    ("argument", "is_causal", "from_call"),
     [
         ({"ids": jnp.tile(jnp.arange(16) // 8, (2, 1))}, False, {"segment_ids": "ids"}),
         ({"mask": jnp.tril(jnp.ones((1, 1, 16, 16), bool))}, True, {"mask": "mask"}),
         ({}, False, {}),
     ],
 )
-def test_flax_call_argument_is_reported(given, is_causal, from_call):
+def test_flax_call_argument_is_reported(argument, is_causal, from_call):
     """The report names segments and masks that a call passes to a
     Flax layer, and nothing if there are none.
     """
     x = jax.random.normal(jax.random.key(0), (2, 16, E))
     with jax.numpy_rank_promotion("allow"):
-        (layer,) = identify(FlaxAttention(), {"x": x, **given})
+        (layer,) = identify(FlaxAttention(), {"x": x, **argument})
     assert layer.spec == PLAIN, str(layer)
     assert (layer.is_causal, layer.from_call) == (is_causal, from_call)

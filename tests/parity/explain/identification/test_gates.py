@@ -35,10 +35,10 @@ class GatedAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v, gate = (
-            each(x).unflatten(-1, (HEADS, -1))
-            for each in (self.query, self.key, self.value, self.gate)
+            projection(x).unflatten(-1, (HEADS, -1))
+            for projection in (self.query, self.key, self.value, self.gate)
         )
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         context = (q @ k.mT * WIDTH**-0.5).softmax(-1) @ v
         return self.out((context.transpose(1, 2) * self.opened(gate, self.gate_bias)).flatten(2))
 
@@ -50,8 +50,8 @@ def identified(
 ) -> tuple[GatedAttention, Identification]:
     module = GatedAttention(opened, shape, width).eval()
     x = torch.randn(3, 24, HEADS * WIDTH, generator=torch.Generator().manual_seed(1))
-    (found,) = identify(module, {"x": x})
-    return module, found
+    (layer,) = identify(module, {"x": x})
+    return module, layer
 
 
 def of_heads(gate: Tensor, bias: Tensor) -> Tensor:
@@ -63,22 +63,22 @@ def test_head_bias_becomes_gate_bias(width):
     """A parameter per head is added to the bias of the gate
     projection, for gates per head and per feature.
     """
-    module, found = identified(of_heads, width=width)
-    assert found.spec is not None, str(found)
-    assert found.spec.gate == Gate(per_head=width == 1, bias=True)
+    module, layer = identified(of_heads, width=width)
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.gate == Gate(per_head=width == 1, bias=True)
     expected = module.gate.bias.detach() + module.gate_bias.detach().repeat_interleave(width)
-    torch.testing.assert_close(torch.from_numpy(found.weights["gate_proj.bias"]), expected)
-    assert found.names["gate_proj.bias"] == "gate_bias"
+    torch.testing.assert_close(torch.from_numpy(layer.weights["gate_proj.bias"]), expected)
+    assert layer.names["gate_proj.bias"] == "gate_bias"
 
 
 def test_feature_bias_becomes_gate_bias():
     """A parameter per feature is the bias of the gate projection, bit for bit."""
-    module, found = identified(
+    module, layer = identified(
         lambda gate, bias: torch.sigmoid(gate + bias.unflatten(0, (HEADS, WIDTH))), (HEADS * WIDTH,)
     )
-    assert found.spec is not None, str(found)
-    assert found.spec.gate == Gate(bias=True)
-    assert (found.weights["gate_proj.bias"] == module.gate_bias.detach().numpy()).all()
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.gate == Gate(bias=True)
+    assert (layer.weights["gate_proj.bias"] == module.gate_bias.detach().numpy()).all()
 
 
 ODDITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -100,6 +100,6 @@ ODDITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", ODDITIES)
 def test_gate_oddity_is_rejected(name):
     """A gate that is not the sigmoid of its projection plus the bias has no spec, and a reason."""
-    _, found = identified(ODDITIES[name])
-    assert found.spec is None, str(found)
-    assert found.reason
+    _, layer = identified(ODDITIES[name])
+    assert layer.spec is None, str(layer)
+    assert layer.reason

@@ -76,9 +76,9 @@ def test_identification_matches_rules(family):
     that its rules read, and a share above 0.
     """
     model = small_model(family)
-    found = identify(model, inputs_of(family))
-    assert len(found) == 2
-    for layer in found:
+    layers = identify(model, inputs_of(family))
+    assert len(layers) == 2
+    for layer in layers:
         assert layer.spec is not None, str(layer)
         spec, weights = parity.from_transformers(
             model.get_submodule(layer.name), model.config, path=layer.name
@@ -95,16 +95,16 @@ def test_identification_matches_rules(family):
 def test_family_without_rules_is_identified(family):
     """Both layers of an encoder without rules are identified as non-causal."""
     model = small_model(family)
-    found = identify(model, inputs_of(family))
-    assert all(layer.spec is not None and layer.is_causal is False for layer in found), "\n".join(
-        map(str, found)
+    layers = identify(model, inputs_of(family))
+    assert all(layer.spec is not None and layer.is_causal is False for layer in layers), "\n".join(
+        map(str, layers)
     )
-    assert len(found) == 2
+    assert len(layers) == 2
     expected = {
         "nomic_bert": "rope=Rope(theta=1000.0)",
         "beit": "qkv_bias=(True, False, True)",
     }.get(family, "")
-    assert expected in str(found[0].spec)
+    assert expected in str(layers[0].spec)
 
 
 def test_encoder_decoder_is_identified():
@@ -112,12 +112,12 @@ def test_encoder_decoder_is_identified():
     its cross-attention is not causal.
     """
     model = small_model("mbart")
-    found = {layer.name: layer for layer in identify(model, inputs_of("mbart"))}
-    between = found["decoder.layers.0.encoder_attn"]
+    by_name = {layer.name: layer for layer in identify(model, inputs_of("mbart"))}
+    between = by_name["decoder.layers.0.encoder_attn"]
     assert between.spec is not None, str(between)
     assert between.is_causal is False
-    assert found["decoder.layers.0.self_attn"].is_causal is True
-    assert found["encoder.layers.0.self_attn"].is_causal is False
+    assert by_name["decoder.layers.0.self_attn"].is_causal is True
+    assert by_name["encoder.layers.0.self_attn"].is_causal is False
 
 
 def test_scaled_queries_are_evidence():
@@ -126,7 +126,7 @@ def test_scaled_queries_are_evidence():
     assert layer.spec is not None, str(layer)
     assert layer.spec.scale is None
     assert any(
-        each.field == "scale" and "queries are multiplied" in each.how for each in layer.evidence
+        entry.field == "scale" and "queries are multiplied" in entry.how for entry in layer.evidence
     )
 
 
@@ -135,7 +135,7 @@ def test_evidence_names_its_observations():
     field, and the report the verified positions.
     """
     first, second = identify(small_model("gemma2"), inputs_of("gemma2"))
-    how = {each.field: each for each in first.evidence}
+    how = {entry.field: entry for entry in first.evidence}
     assert how["window_size"].up_to == 24
     assert how["window_size"].how == "the mask"
     assert how["soft_cap"].how == "tanh of scores"
@@ -151,11 +151,11 @@ def test_evidence_names_its_observations():
 def test_window_beyond_input_is_unobserved():
     """A window of 100, longer than the input, is marked as not observed in both layers."""
     model = small_model("mistral", sliding_window=100)
-    found = identify(model, inputs_of("mistral"))
-    assert len(found) == 2
-    for layer in found:
+    layers = identify(model, inputs_of("mistral"))
+    assert len(layers) == 2
+    for layer in layers:
         assert layer.spec is not None
-        (window,) = (each for each in layer.evidence if each.field == "window_size")
+        (window,) = (entry for entry in layer.evidence if entry.field == "window_size")
         assert not window.is_observed
         assert str(window).endswith("not observed")
 
@@ -227,8 +227,8 @@ def test_clipped_cross_values_are_rejected(monkeypatch):
     model = small_model("mbart")
     layer = model.decoder.layers[0].encoder_attn
     layer.v_proj.register_forward_hook(lambda module, args, v: v.clamp(-1.0, 1.0))
-    found = {each.name: each for each in identify(model, inputs_of("mbart"))}
-    assert found["decoder.layers.0.encoder_attn"].spec is None
+    by_name = {layer.name: layer for layer in identify(model, inputs_of("mbart"))}
+    assert by_name["decoder.layers.0.encoder_attn"].spec is None
 
 
 # ---- Oddities that no field of a specification describes -----------------------------------------
@@ -238,14 +238,14 @@ def on_children(name: str, change: Any) -> Any:
     """Change the results of modules in attention layers whose names end with `name`."""
 
     def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = [
-            each
-            for path, each in model.named_modules()
+        modules = [
+            module
+            for path, module in model.named_modules()
             if path.endswith(name) and ("attn" in path or "att" in path)
         ]
-        assert found
-        for each in found:
-            each.register_forward_hook(lambda module, args, result: change(result, args[0]))
+        assert modules
+        for child in modules:
+            child.register_forward_hook(lambda module, args, result: change(result, args[0]))
 
     return inject
 
@@ -272,7 +272,9 @@ def on_rotation(change: Any) -> Any:
 
     def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (rotary,) = (
-            each for each in model.modules() if type(each).__name__.endswith("RotaryEmbedding")
+            module
+            for module in model.modules()
+            if type(module).__name__.endswith("RotaryEmbedding")
         )
         rotary.register_forward_hook(
             lambda module, args, kwargs, result: change(
@@ -382,10 +384,10 @@ def test_injected_oddity_is_rejected(name, family, monkeypatch):
     """No layer of a model with an injected oddity has a spec, and each has a reason."""
     model = small_model(family)
     ODDITIES[name](model, monkeypatch)
-    found: list[Identification] = identify(model, inputs_of(family))
-    accepted = [str(layer) for layer in found if layer.spec is not None]
+    layers: list[Identification] = identify(model, inputs_of(family))
+    accepted = [str(layer) for layer in layers if layer.spec is not None]
     assert not accepted, accepted[0]
-    assert all(layer.reason for layer in found)
+    assert all(layer.reason for layer in layers)
 
 
 # ---- The command ---------------------------------------------------------------------------------
@@ -436,10 +438,10 @@ def test_spec_command_observes_live_model(name, status, words, tmp_path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     report = tmp_path / "report.json"
     assert main(["spec", "--live", f"live_{name}:{name}", "--json", str(report)]) == status
-    said = capsys.readouterr()
-    assert words in said.out + said.err
+    printed = capsys.readouterr()
+    assert words in printed.out + printed.err
     if status == 0:
-        assert "num_kv_heads=2" in said.out or name != "make"
+        assert "num_kv_heads=2" in printed.out or name != "make"
     if status < 2:
         (layer,) = json.loads(report.read_text())["layers"]
         assert (layer["spec"] is None) == bool(status)

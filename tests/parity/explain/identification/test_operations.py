@@ -37,7 +37,8 @@ class PlainAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            each(x).unflatten(-1, (-1, WIDTH)) for each in (self.query, self.key, self.value)
+            projection(x).unflatten(-1, (-1, WIDTH))
+            for projection in (self.query, self.key, self.value)
         )
         return self.out(self.attend(self, q, k, v).flatten(2))
 
@@ -111,7 +112,7 @@ def in_place(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def groups_repeated(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    k, v = (each.repeat_interleave(HEADS // each.shape[2], 2) for each in (k, v))
+    k, v = (heads.repeat_interleave(HEADS // heads.shape[2], 2) for heads in (k, v))
     return einsum(layer, q, k, v)
 
 
@@ -199,8 +200,8 @@ def inputs(num_tokens: int = 24) -> Tensor:
 
 
 def identified(model: nn.Module) -> Identification:
-    (found,) = identify(model, {"input": inputs()})
-    return found
+    (layer,) = identify(model, {"input": inputs()})
+    return layer
 
 
 FEW = ["bmm", "keys-first", "groups-together", "sdpa", "soft-cap", "alibi-scaled", "relative-bias"]
@@ -213,17 +214,19 @@ def test_any_implementation_is_identified(name):
     attend, fields, is_causal = WRITTEN[name]
     kv_heads = fields.get("num_kv_heads", HEADS)
     model = made(attend, kv_heads=kv_heads, table=TABLE if "relative_bias" in fields else None)
-    found = identified(model)
-    assert found.spec is not None, str(found)
-    assert found.is_causal is is_causal
-    said = found.spec.given()
-    assert said.pop("scale", None) == pytest.approx(fields.get("scale"))
-    assert said == {"d_model": 32, "num_heads": HEADS, "qkv_bias": (True, False, False)} | {
-        name: value for name, value in fields.items() if name != "scale"
-    }
+    layer = identified(model)
+    assert layer.spec is not None, str(layer)
+    assert layer.is_causal is is_causal
+    fields_of_spec = layer.spec.given()
+    assert fields_of_spec.pop("scale", None) == pytest.approx(fields.get("scale"))
+    assert fields_of_spec == {
+        "d_model": 32,
+        "num_heads": HEADS,
+        "qkv_bias": (True, False, False),
+    } | {name: value for name, value in fields.items() if name != "scale"}
     if "relative_bias" in fields:
-        assert found.names["relative_bias"] == "bias.weight"
-        assert (found.weights["relative_bias"] == TABLE.numpy()).all()
+        assert layer.names["relative_bias"] == "bias.weight"
+        assert (layer.weights["relative_bias"] == TABLE.numpy()).all()
 
 
 class Mixer(PlainAttention):
@@ -233,9 +236,9 @@ class Mixer(PlainAttention):
 def test_class_matched_by_name_is_identified():
     """A class whose name does not contain "attention" is identified if `layers` matches it."""
     model = nn.Sequential(Mixer(sdpa, kv_heads=2)).eval()
-    (found,) = identify(model, {"input": inputs()}, layers="Mix*")
-    assert found.spec is not None, str(found)
-    assert found.spec.num_kv_heads == 2
+    (layer,) = identify(model, {"input": inputs()}, layers="Mix*")
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.num_kv_heads == 2
 
 
 @pytest.mark.parametrize("gradients", [torch.no_grad, torch.enable_grad, torch.inference_mode])
@@ -248,8 +251,8 @@ def test_tap_records_and_checks_operations(gradients):
     with gradients():
         expected = model(x)
         with parity.tap(model) as tapped:
-            found = model(x)
-    assert torch.equal(found, expected)
+            output = model(x)
+    assert torch.equal(output, expected)
     (layer,) = tapped.layers
     shapes = {name: value.shape for name, value in layer.calls[0].values.items()}
     heads, pairs = (3, HEADS, 9, WIDTH), (3, HEADS, 9, 9)
@@ -259,7 +262,7 @@ def test_tap_records_and_checks_operations(gradients):
     assert identity.spec is not None
     verdict = parity.check_tap(tapped, {0: identity.spec}, {0: identity.weights})
     assert verdict.passed
-    assert {each.stage for each in verdict.layers[0].comparisons} >= {
+    assert {comparison.stage for comparison in verdict.layers[0].comparisons} >= {
         "mask",
         "q",
         "k",
@@ -310,7 +313,7 @@ def two_products(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def by_blocks(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (each.unflatten(1, (2, -1)).flatten(0, 1) for each in (q, k, v))
+    q, k, v = (heads.unflatten(1, (2, -1)).flatten(0, 1) for heads in (q, k, v))
     return attended(scores_of(q, k), v).unflatten(0, (-1, 2)).flatten(1, 2)
 
 
@@ -400,9 +403,9 @@ def test_shifted_bias_buckets_are_rejected():
 @pytest.mark.parametrize("name", list(ODDITIES))
 def test_oddity_is_never_accepted(name):
     """A layer whose attention no specification describes has no spec, and a reason."""
-    found = identified(made(ODDITIES[name]))
-    assert found.spec is None, str(found)
-    assert found.reason
+    layer = identified(made(ODDITIES[name]))
+    assert layer.spec is None, str(layer)
+    assert layer.reason
 
 
 def test_bias_table_of_other_layer_is_named():
@@ -426,16 +429,16 @@ def test_torch_transformer_is_identified():
     """
     torch.manual_seed(0)
     model = nn.Transformer(32, 4, 1, 1, 32, dropout=0.0, batch_first=True).eval()
-    found = identify(model, {"src": inputs(12), "tgt": inputs(10)})
-    assert len(found) == 3
-    for layer in found:
+    layers = identify(model, {"src": inputs(12), "tgt": inputs(10)})
+    assert len(layers) == 3
+    for layer in layers:
         assert layer.spec is not None, str(layer)
         module = model.get_submodule(layer.name)
         assert layer.spec == parity.spec_of(module)
         weights = parity.weights_of(module)
         assert all((layer.weights[name] == weight).all() for name, weight in weights.items())
-    assert found[2].inputs == {"query": "query", "key": "key", "value": "key"}
-    assert found[0].names["k_proj.weight"] == "in_proj_weight"
+    assert layers[2].inputs == {"query": "query", "key": "key", "value": "key"}
+    assert layers[0].names["k_proj.weight"] == "in_proj_weight"
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 24, "vdim": 24, "bias": False}])
@@ -447,23 +450,24 @@ def test_torch_layer_alone_is_identified(options, need_weights):
     torch.manual_seed(0)
     module = nn.MultiheadAttention(32, 4, batch_first=True, **options).eval()
     x, other = inputs(12), inputs(9)[..., : module.kdim]
-    told = {"attn_mask": torch.ones(12, 12).triu(1).bool()} if not options else {}
+    options_of_call = {"attn_mask": torch.ones(12, 12).triu(1).bool()} if not options else {}
     keys = other if options else x
-    (found,) = identify(
-        module, {"query": x, "key": keys, "value": keys, "need_weights": need_weights, **told}
+    (layer,) = identify(
+        module,
+        {"query": x, "key": keys, "value": keys, "need_weights": need_weights, **options_of_call},
     )
-    assert found.spec is not None, str(found)
-    assert found.spec.qkv_bias is not bool(options)
-    assert found.spec.d_kv == module.kdim
-    assert found.is_causal is not bool(options)
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.qkv_bias is not bool(options)
+    assert layer.spec.d_kv == module.kdim
+    assert layer.is_causal is not bool(options)
 
 
 def test_add_zero_attn_is_rejected():
     """`nn.MultiheadAttention` with `add_zero_attn` has no spec."""
     x = inputs(12)
     module = nn.MultiheadAttention(32, 4, batch_first=True, add_zero_attn=True).eval()
-    (found,) = identify(module, {"query": x, "key": x, "value": x})
-    assert found.spec is None
+    (layer,) = identify(module, {"query": x, "key": x, "value": x})
+    assert layer.spec is None
 
 
 # ---- Models of transformers ----------------------------------------------------------------------
@@ -486,20 +490,20 @@ def test_t5_blocks_share_first_bias_table(implementation):
     torch.manual_seed(0)
     model = AutoModel.from_config(T5Config(**sizes), attn_implementation=implementation).eval()
     tokens = torch.randint(1, 97, (2, 24), generator=torch.Generator().manual_seed(1))
-    found = {
-        each.name: each
-        for each in identify(model, {"input_ids": tokens, "decoder_input_ids": tokens[:, :20]})
+    layers = {
+        layer.name: layer
+        for layer in identify(model, {"input_ids": tokens, "decoder_input_ids": tokens[:, :20]})
     }
     specs = {
-        name: each.spec
-        for name, each in found.items()
-        if each.spec is not None and each.spec.scale == 1.0
+        name: layer.spec
+        for name, layer in layers.items()
+        if layer.spec is not None and layer.spec.scale == 1.0
     }
-    assert specs.keys() == found.keys(), "\n".join(map(str, found.values()))
+    assert specs.keys() == layers.keys(), "\n".join(map(str, layers.values()))
     for part, is_causal in (("encoder", False), ("decoder", True)):
-        held = "layer.0.SelfAttention.relative_attention_bias.weight"
-        for block, name in enumerate(["relative_attention_bias.weight", f"{part}.block.0.{held}"]):
-            layer = found[f"{part}.block.{block}.layer.0.SelfAttention"]
+        table = "layer.0.SelfAttention.relative_attention_bias.weight"
+        for block, name in enumerate(["relative_attention_bias.weight", f"{part}.block.0.{table}"]):
+            layer = layers[f"{part}.block.{block}.layer.0.SelfAttention"]
             assert specs[layer.name].relative_bias == RelativeBias(bidirectional=not is_causal)
             assert layer.names["relative_bias"] == name
             assert layer.is_causal is is_causal

@@ -100,13 +100,13 @@ def test_relative_products_are_identified(name, sequences):
     """
     kind, options, record = FOUND[name]
     model = model_of(kind, **options)
-    found = identify(model, inputs_of(kind, sequences))
-    assert [layer.reason for layer in found] == [""] * len(found)
-    assert {layer.spec.relative_products for layer in found if layer.spec is not None} == {record}
+    layers = identify(model, inputs_of(kind, sequences))
+    assert [layer.reason for layer in layers] == [""] * len(layers)
+    assert {layer.spec.relative_products for layer in layers if layer.spec is not None} == {record}
     if kind == "Wav2Vec2Bert":
         table = model.encoder.layers[0].self_attn.distance_embedding.weight
-        assert (found[0].weights["relative_keys"] == table.detach().numpy()).all()
-        assert found[0].names["relative_keys"] == "distance_embedding.weight"
+        assert (layers[0].weights["relative_keys"] == table.detach().numpy()).all()
+        assert layers[0].names["relative_keys"] == "distance_embedding.weight"
 
 
 def test_products_with_equal_axis_lengths():
@@ -149,9 +149,9 @@ def test_deberta_conversion_keeps_vectors(tmp_path, capsys):
     weights, _ = load_tensors(file)
     first = identify(model, inputs_of(kind))[0]
     for name in ("relative_keys", "relative_queries"):
-        found = weights[f"encoder.layer.0.attention.self.{name}"]
-        assert found.shape == (record.num_buckets, 4, 8)
-        assert np.abs(found - first.weights[name]).max() < 1e-6
+        converted = weights[f"encoder.layer.0.attention.self.{name}"]
+        assert converted.shape == (record.num_buckets, 4, 8)
+        assert np.abs(converted - first.weights[name]).max() < 1e-6
 
 
 def test_log_buckets_match_deberta():
@@ -163,8 +163,8 @@ def test_log_buckets_match_deberta():
         steps = module.make_log_bucket_position(torch.from_numpy(distances), buckets, most).clamp(
             -buckets, buckets - 1
         )
-        found = record.buckets()[np.clip(-distances, -most, most) + most]
-        assert (2 * buckets - 1 - found == steps.numpy() + buckets).all()
+        buckets_by_distance = record.buckets()[np.clip(-distances, -most, most) + most]
+        assert (2 * buckets - 1 - buckets_by_distance == steps.numpy() + buckets).all()
 
 
 # ---- A handwritten layer -------------------------------------------------------------------------
@@ -192,10 +192,10 @@ class Relative(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            each(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
-            for each in (self.query, self.key, self.value)
+            projection(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
         )
-        k, v = (each.repeat_interleave(HEADS // each.shape[1], 1) for each in (k, v))
+        k, v = (heads.repeat_interleave(HEADS // heads.shape[1], 1) for heads in (k, v))
         position = torch.arange(x.shape[1])
         rows = (position - position[:, None]).clamp(-5, 3) + 5
         scores = self.change(self, q, k, rows, q @ k.mT / WIDTH**0.5)
@@ -214,8 +214,8 @@ def of_keys(layer: Any, k: Tensor, rows: Tensor) -> Tensor:
 
 def identified(model: nn.Module, num_tokens: int = 20) -> Identification:
     x = torch.randn(3, num_tokens, HEADS * WIDTH, generator=torch.Generator().manual_seed(1))
-    (found,) = identify(model, {"input": x}, layers="Relative")
-    return found
+    (layer,) = identify(model, {"input": x}, layers="Relative")
+    return layer
 
 
 def made(change: Callable[..., Tensor], **options: Any) -> nn.Sequential:
@@ -252,12 +252,12 @@ def test_identified_products_run_in_torch(name, kv_heads, is_causal):
     """`mha_torch` with the identified spec and weights returns the output within 1e-5."""
     change, record = RIGHT[name]
     model = made(change, kv_heads=kv_heads, is_causal=is_causal)
-    found = identified(model)
-    assert found.spec is not None, str(found)
-    assert found.spec.relative_products == record
-    ours = mha_torch.MultiHeadSelfAttention(found.spec)
+    layer = identified(model)
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.relative_products == record
+    ours = mha_torch.MultiHeadSelfAttention(layer.spec)
     ours.load_state_dict(
-        {weight: torch.from_numpy(x.copy()) for weight, x in found.weights.items()}
+        {weight: torch.from_numpy(x.copy()) for weight, x in layer.weights.items()}
     )
     x = torch.randn(2, 30, HEADS * WIDTH)
     with torch.no_grad():
@@ -277,10 +277,12 @@ def test_shared_vectors_become_per_head():
         nn.Linear(8, HEADS * WIDTH),
         nn.Parameter(torch.randn(9, 8)),
     )
-    found = identified(model)
-    assert found.spec is not None, str(found)
-    assert found.spec.relative_products == RelativeProducts(5, 3, of_keys=True, per_head=True)
-    keys = found.weights["relative_keys"]
+    identification = identified(model)
+    assert identification.spec is not None, str(identification)
+    assert identification.spec.relative_products == RelativeProducts(
+        5, 3, of_keys=True, per_head=True
+    )
+    keys = identification.weights["relative_keys"]
     assert keys.shape == (9, HEADS, WIDTH)
     assert (keys == model[0].of_queries.weight.detach().numpy()[:, None]).all()
 
@@ -343,6 +345,6 @@ ODD: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", ODD)
 def test_product_oddity_is_rejected(name):
     """A layer whose products `RelativeProducts` does not describe has no spec, and a reason."""
-    found = identified(made(ODD[name]))
-    assert found.spec is None, str(found)
-    assert found.reason
+    layer = identified(made(ODD[name]))
+    assert layer.spec is None, str(layer)
+    assert layer.reason

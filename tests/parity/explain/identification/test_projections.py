@@ -86,9 +86,9 @@ def test_projection_fields_match_rules(name):
     """Every layer is identified with the spec and the weights that the rules of its family read."""
     family, options = FIELDS[name]
     model = small_model(family, **options)
-    found = identify(model, inputs_of(family))
-    assert found
-    for layer in found:
+    layers = identify(model, inputs_of(family))
+    assert layers
+    for layer in layers:
         assert layer.spec is not None, str(layer)
         spec, weights = parity.from_transformers(
             model.get_submodule(layer.name), model.config, path=layer.name
@@ -125,38 +125,38 @@ def detr() -> tuple[Any, dict[str, torch.Tensor]]:
     }
 
 
-def by_name(found: list[Identification]) -> dict[str, Identification]:
-    for layer in found:
+def by_name(layers: list[Identification]) -> dict[str, Identification]:
+    for layer in layers:
         assert layer.spec is not None, str(layer)
-    return {layer.name: layer for layer in found}
+    return {layer.name: layer for layer in layers}
 
 
 def test_added_positions_are_reported():
     """DETR's positions are reported as added to the inputs of
     queries and keys, but not of values.
     """
-    found = by_name(identify(*detr()))
+    layers = by_name(identify(*detr()))
     with_positions = "hidden_states + position_embeddings"
-    assert found["self_attn"].inputs == {
+    assert layers["self_attn"].inputs == {
         "query": with_positions,
         "key": with_positions,
         "value": "hidden_states",
     }
     others = {"key": "key_value_states + encoder_position_embeddings", "value": "key_value_states"}
-    assert found["encoder_attn"].inputs == {"query": with_positions, **others}
+    assert layers["encoder_attn"].inputs == {"query": with_positions, **others}
     assert f"query={with_positions}, key={with_positions}, value=hidden_states" in str(
-        found["self_attn"]
+        layers["self_attn"]
     )
-    assert found["self_attn"].output == "the output of o_proj"
-    assert found["self_attn"].to_dict()["inputs"]["value"] == "hidden_states"
+    assert layers["self_attn"].output == "the output of o_proj"
+    assert layers["self_attn"].to_dict()["inputs"]["value"] == "hidden_states"
 
 
 def test_added_zeros_are_reported():
     """Positions that are added to hidden states of zeros are still reported as a sum."""
     model, inputs = detr()
-    found = by_name(identify(model, {**inputs, "hidden_states": torch.zeros(2, 9, 32)}))
-    assert found["self_attn"].inputs["query"] == "hidden_states + position_embeddings"
-    assert found["self_attn"].inputs["value"] == "hidden_states"
+    layers = by_name(identify(model, {**inputs, "hidden_states": torch.zeros(2, 9, 32)}))
+    assert layers["self_attn"].inputs["query"] == "hidden_states + position_embeddings"
+    assert layers["self_attn"].inputs["value"] == "hidden_states"
 
 
 def test_exchanged_input_is_reported():
@@ -165,16 +165,16 @@ def test_exchanged_input_is_reported():
     layer, recorded = model.self_attn, {}
     layer.v_proj.register_forward_pre_hook(lambda module, args: (recorded["q"],))
     layer.q_proj.register_forward_pre_hook(lambda module, args: recorded.update(q=args[0]))
-    found = by_name(identify(model, inputs))
-    assert found["self_attn"].inputs["value"] == "hidden_states + position_embeddings"
+    layers = by_name(identify(model, inputs))
+    assert layers["self_attn"].inputs["value"] == "hidden_states + position_embeddings"
 
 
 def test_unexplained_input_is_intermediate():
     """An input that no argument explains is reported as an intermediate of the module."""
     model, inputs = detr()
     model.self_attn.v_proj.register_forward_pre_hook(lambda module, args: (args[0].roll(1, 1),))
-    found = by_name(identify(model, inputs))
-    assert found["self_attn"].inputs["value"] == "an intermediate of the module"
+    layers = by_name(identify(model, inputs))
+    assert layers["self_attn"].inputs["value"] == "an intermediate of the module"
 
 
 def test_changing_input_is_rejected():
@@ -188,7 +188,7 @@ def test_changing_input_is_rejected():
 
     layer.v_proj.register_forward_pre_hook(exchange)
     layer.q_proj.register_forward_pre_hook(lambda module, args: recorded.update(q=args[0]))
-    (rejected,) = (each for each in identify(model, inputs) if each.name == "self_attn")
+    (rejected,) = (layer for layer in identify(model, inputs) if layer.name == "self_attn")
     assert rejected.spec is None
     assert "be what they were with fresh inputs" in rejected.reason
 
@@ -200,8 +200,8 @@ def test_added_residual_is_reported():
         lambda module, args, kwargs, result: (result[0] + kwargs["hidden_states"], *result[1:]),
         with_kwargs=True,
     )
-    found = by_name(identify(model, inputs))
-    assert found["self_attn"].output == "the output of o_proj, plus hidden_states"
+    layers = by_name(identify(model, inputs))
+    assert layers["self_attn"].output == "the output of o_proj, plus hidden_states"
 
 
 @sample(name=["idefics2"])
@@ -267,7 +267,7 @@ class TinyAttention(nn.Module):
         x = self.norm(hidden_states)
         heads = (*x.shape[:-1], 4, -1)
         q, (k, v) = self.project("q", x), self.project("kv", x).split([32, 24], -1)
-        q, k, v = (each.reshape(heads).transpose(1, 2) for each in (q, k, v))
+        q, k, v = (tensor.reshape(heads).transpose(1, 2) for tensor in (q, k, v))
         v = self.value_norm(v)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface("eager", eager_attention_forward)
         context, _ = interface(self, q, k, v, None, scaling=8**-0.5)
@@ -283,10 +283,10 @@ class TinyAttention(nn.Module):
 
 
 def tiny(kind: str) -> Identification:
-    (found,) = identify(drawn(TinyAttention(kind)), {"hidden_states": numbers(2, 9, 32)})
-    assert found.spec is not None, str(found)
-    assert set(found.inputs.values()) == {"the output of norm"}
-    return found
+    (layer,) = identify(drawn(TinyAttention(kind)), {"hidden_states": numbers(2, 9, 32)})
+    assert layer.spec is not None, str(layer)
+    assert set(layer.inputs.values()) == {"the output of norm"}
+    return layer
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolutions"])
@@ -294,22 +294,22 @@ def test_head_gate_and_value_width(kind):
     """A gate per head, values of width 6 and their norm are
     identified, with linear layers or convolutions.
     """
-    found = tiny(kind)
-    assert found.spec is not None
-    assert found.spec.gate == Gate(per_head=True, bias=True)
-    assert found.spec.value_head_dim == 6
-    assert found.spec.v_norm == Norm(kind="layer", bias=True, eps=1e-5)
-    assert found.weights["v_proj.weight"].shape == (24, 32)
-    assert found.output == "the output of out, then after, plus hidden_states"
+    layer = tiny(kind)
+    assert layer.spec is not None
+    assert layer.spec.gate == Gate(per_head=True, bias=True)
+    assert layer.spec.value_head_dim == 6
+    assert layer.spec.v_norm == Norm(kind="layer", bias=True, eps=1e-5)
+    assert layer.weights["v_proj.weight"].shape == (24, 32)
+    assert layer.output == "the output of out, then after, plus hidden_states"
 
 
 def test_context_norm_is_identified():
     """A norm between the context and the output projection is identified as `context_norm`."""
-    (found,) = identify(
+    (layer,) = identify(
         drawn(TinyAttention("norm-before-output")), {"hidden_states": numbers(2, 9, 32)}
     )
-    assert found.spec is not None, found.reason
-    assert found.spec.context_norm is not None
+    assert layer.spec is not None, layer.reason
+    assert layer.spec.context_norm is not None
 
 
 def test_positions_from_one_are_reported():
@@ -370,10 +370,10 @@ def on_norms(name: str, change: Any) -> Any:
     """Change the norms whose names end with `name`."""
 
     def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = [each for path, each in model.named_modules() if path.endswith(name)]
-        assert found
-        for each in found:
-            change(each)
+        norms = [module for path, module in model.named_modules() if path.endswith(name)]
+        assert norms
+        for norm in norms:
+            change(norm)
 
     return inject
 
@@ -512,8 +512,8 @@ class SharingHeads(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            each(x).unflatten(-1, (-1, 8)).transpose(1, 2)
-            for each in (self.to_q, self.to_k, self.to_v)
+            projection(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+            for projection in (self.to_q, self.to_k, self.to_v)
         )
         k, v = k[:, self.orders[0]], v[:, self.orders[1]]
         weights = (q @ k.mT * 8**-0.5).softmax(-1)
@@ -567,7 +567,7 @@ def test_partial_weight_rows_are_reported():
     assert repeated.spec.num_kv_heads == 2
     assert repeated.rows == {}
     x = torch.randn(2, 12, 32)
-    given = {"query": x, "key": x, "value": x}
-    (packed,) = identify(nn.MultiheadAttention(32, 4, batch_first=True).eval(), given)
+    arguments = {"query": x, "key": x, "value": x}
+    (packed,) = identify(nn.MultiheadAttention(32, 4, batch_first=True).eval(), arguments)
     assert packed.names["k_proj.weight"] == "in_proj_weight"
     assert packed.rows["k_proj.weight"] == [*range(32, 64)]

@@ -68,17 +68,17 @@ def test_source_of_shared_kv_is_found(name):
     evidence of it, and lacks their weights.
     """
     model = model_of(name)
-    found = parity.layers_of(model, inputs())
-    assert [each.source for each in found] == ["both"] * 5
+    layers = parity.layers_of(model, inputs())
+    assert [layer.source for layer in layers] == ["both"] * 5
     for layer, source in {3: 2, SHARED: SOURCE}.items():
-        each = found[layer].identification
-        assert each.spec is not None
-        assert each.spec.shared_kv
-        assert each.inputs["key"] == f"the keys of layers.{source}.self_attn"
-        assert each.inputs["value"] == f"the values of layers.{source}.self_attn"
-        (evidence,) = (each for each in each.evidence if each.field == "shared_kv")
+        identification = layers[layer].identification
+        assert identification.spec is not None
+        assert identification.spec.shared_kv
+        assert identification.inputs["key"] == f"the keys of layers.{source}.self_attn"
+        assert identification.inputs["value"] == f"the values of layers.{source}.self_attn"
+        (evidence,) = (entry for entry in identification.evidence if entry.field == "shared_kv")
         assert f"layers.{source}.self_attn" in str(evidence)
-        assert {*each.weights} == {"q_proj.weight", "q_norm.weight", "out_proj.weight"}
+        assert {*identification.weights} == {"q_proj.weight", "q_norm.weight", "out_proj.weight"}
 
 
 def test_wrong_key_source_contradicts_rules():
@@ -90,9 +90,9 @@ def test_wrong_key_source_contradicts_rules():
     heads = heads_of(model.layers[1].self_attn)
     inject(model, lambda k, v: (heads["k"], heads["v"]))
     (layer,) = (
-        each
-        for each in parity.layers_of(model, inputs())
-        if each.name == f"layers.{SHARED}.self_attn"
+        layer
+        for layer in parity.layers_of(model, inputs())
+        if layer.name == f"layers.{SHARED}.self_attn"
     )
     assert layer.identification.spec is not None
     assert layer.identification.inputs["key"] == "the keys of layers.1.self_attn"
@@ -131,7 +131,7 @@ def rotated(k: torch.Tensor) -> torch.Tensor:
     angles = torch.arange(k.shape[2])[:, None] * 1e4 ** (
         -torch.arange(0, k.shape[-1], 2) / k.shape[-1]
     )
-    cos, sin = (torch.cat([each, each], dim=-1).float() for each in (angles.cos(), angles.sin()))
+    cos, sin = (torch.cat([table, table], dim=-1).float() for table in (angles.cos(), angles.sin()))
     first, second = k.chunk(2, dim=-1)
     return k * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -169,10 +169,10 @@ def test_injected_oddity_is_never_accepted(name, family):
     """
     model = model_of(family)
     inject(model, ODDITIES[name])
-    found = parity.identify(model, inputs())
-    assert all(each.spec is not None for each in found[:SHARED])
-    assert found[SHARED].spec is None, str(found[SHARED])
-    assert found[SHARED].reason
+    layers = parity.identify(model, inputs())
+    assert all(layer.spec is not None for layer in layers[:SHARED])
+    assert layers[SHARED].spec is None, str(layers[SHARED])
+    assert layers[SHARED].reason
 
 
 def test_keys_of_two_layers_are_not_shared():

@@ -148,7 +148,7 @@ def test_bug_equals_one_made_by_hand(name, axes):
     """
     options, by_hand = WRONG[name]
     if axes == "BNTH":
-        found = with_bug(name, Q, K, V, **options)
+        actual = with_bug(name, Q, K, V, **options)
     else:
 
         def turned(q, k, v, *args, **kwargs):
@@ -156,12 +156,12 @@ def test_bug_equals_one_made_by_hand(name, axes):
                 1, 2
             )
 
-        given = [x.transpose(1, 2) for x in (Q, K, V)]
-        found = with_bug(
-            name, *given, view=replace(VIEW, axes="BTNH"), function=turned, **options
+        inputs = [x.transpose(1, 2) for x in (Q, K, V)]
+        actual = with_bug(
+            name, *inputs, view=replace(VIEW, axes="BTNH"), function=turned, **options
         ).transpose(1, 2)
-    torch.testing.assert_close(found, by_hand(), equal_nan=True)
-    assert not same(found, attention(Q, K, V, **options))
+    torch.testing.assert_close(actual, by_hand(), equal_nan=True)
+    assert not same(actual, attention(Q, K, V, **options))
 
 
 def test_key_value_heads_are_tiled():
@@ -179,8 +179,8 @@ def test_causal_mask_alignment_is_changed():
     opposite one to this function.
     """
     q, k, v = qkv(3, 5)
-    found = with_bug("causal-bottom-right", q, k, v, is_causal=True)
-    torch.testing.assert_close(found, attention(q, k, v, torch.ones(3, 5).tril(2).bool()))
+    actual = with_bug("causal-bottom-right", q, k, v, is_causal=True)
+    torch.testing.assert_close(actual, attention(q, k, v, torch.ones(3, 5).tril(2).bool()))
     assert with_bug("causal-bottom-right", *qkv(), is_causal=True) is None
     assert "causal-top-left" in injections_for(VIEW)[1]
 
@@ -192,8 +192,8 @@ def test_additive_mask_stays_additive():
     torch.testing.assert_close(
         with_bug("mask-flipped", Q, K, V, added), attention(Q, K, V, ~TRIL), equal_nan=True
     )
-    found = with_bug("causal-off-by-one", Q, K, V, added)
-    torch.testing.assert_close(found, attention(Q, K, V, torch.ones(5, 5).tril(1).bool()))
+    actual = with_bug("causal-off-by-one", Q, K, V, added)
+    torch.testing.assert_close(actual, attention(Q, K, V, torch.ones(5, 5).tril(1).bool()))
 
 
 def test_mask_without_causality_is_kept():
@@ -208,7 +208,9 @@ def test_mask_without_causality_is_kept():
 def test_different_function_is_not_replaced():
     """A bug that needs our implementation raises `Unfit` if the function returns something else."""
     with pytest.raises(Unfit, match="a different result than yours"):
-        with_bug("softmax-over-heads", Q, K, V, function=lambda *given: attention(*given) * 2)
+        with_bug(
+            "softmax-over-heads", Q, K, V, function=lambda *arguments: attention(*arguments) * 2
+        )
 
 
 @pytest.mark.parametrize(
@@ -235,21 +237,21 @@ def test_padding_bugs_change_hidden_tokens(name, wrong):
             roles={"query": "x", "padding": "padding"},
             padding_true=true,
         )
-        given = right if true == "hides" else ~right
-        found = with_bug(
-            name, torch.zeros(2, 5, 4), given, view=view, function=lambda x, padding: padding
+        mask = right if true == "hides" else ~right
+        actual = with_bug(
+            name, torch.zeros(2, 5, 4), mask, view=view, function=lambda x, padding: padding
         )
         expected = right.flip(-1) if wrong is None else hidden(wrong)
-        assert torch.equal(found, expected if true == "hides" else ~expected)
+        assert torch.equal(actual, expected if true == "hides" else ~expected)
     view = View("torch", "BTE", ("x", "lengths"), roles={"query": "x", "lengths": "lengths"})
-    found = with_bug(
+    actual = with_bug(
         name,
         torch.zeros(2, 5, 4),
         torch.tensor([3, 5]),
         view=view,
         function=lambda x, lengths: lengths,
     )
-    assert (None if found is None else found.tolist()) == wrong  # lengths have no side
+    assert (None if actual is None else actual.tolist()) == wrong  # lengths have no side
 
 
 ROPE = {
@@ -259,7 +261,7 @@ ROPE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "wrong"),
+    ("name", "options", "wrong"),
     [
         ("rope-missing", {"positions": np.arange(3)}, {"positions": np.zeros(3)}),
         ("rope-reversed", {"positions": np.arange(3)}, {"positions": -np.arange(3)}),
@@ -274,15 +276,15 @@ ROPE = {
         ("sinks-ignored", {"sinks": np.ones(4)}, {"sinks": None}),
     ],
 )
-def test_further_arguments_are_changed(name, given, wrong):
+def test_further_arguments_are_changed(name, options, wrong):
     """A bug in positions, bias, window, cap or sinks changes its
     argument, and does not apply without it.
     """
     view = View("torch", "BNTH", ("query",), ("bias", "window", "soft_cap", "sinks"), ROPE)
-    found = with_bug(
-        name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more, **given
+    actual = with_bug(
+        name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more, **options
     )
-    np.testing.assert_equal(found, wrong)
+    np.testing.assert_equal(actual, wrong)
     assert (
         with_bug(name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more)
         is None
@@ -304,7 +306,7 @@ def test_cosines_and_sines_are_changed(name):
     )
     pair = View("torch", "BNTH", ("query",), roles={r: r for r in ("query", "position_embeddings")})
     cos, sin = torch.full((3,), 0.5), torch.full((3,), 0.8)
-    for found in (
+    for tables in (
         with_bug(name, Q, cos, sin, view=view, function=lambda query, *both: both),
         with_bug(
             name,
@@ -314,7 +316,7 @@ def test_cosines_and_sines_are_changed(name):
             function=lambda query, position_embeddings: position_embeddings,
         ),
     ):
-        assert [x[0].item() for x in found] == pytest.approx(COSINES[name])
+        assert [x[0].item() for x in tables] == pytest.approx(COSINES[name])
 
 
 # ---- Weights -------------------------------------------------------------------------------------
@@ -331,7 +333,7 @@ def torch_layer():
     return layer
 
 
-def seen_of_torch(layer):
+def letters_of_torch(layer):
     return {
         f"{name}.{leaf}": getattr(getattr(layer, name), leaf).detach().numpy().copy()
         for name in LETTERS
@@ -368,17 +370,17 @@ def test_weights_are_changed_in_any_holder(carrier, name):
     as by hand, and the modules are restored.
     """
     layer = torch_layer()
-    weights = seen_of_torch(layer)
+    weights = letters_of_torch(layer)
     jax_layer = nnx.Module()
     jax_layer.num_heads = 2
-    for each in LETTERS:
+    for holder in LETTERS:
         linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
         linear.kernel, linear.bias = (
-            nnx.Param(jnp.asarray(weights[f"{each}.{leaf}"])) for leaf in ("weight", "bias")
+            nnx.Param(jnp.asarray(weights[f"{holder}.{leaf}"])) for leaf in ("weight", "bias")
         )
-        setattr(jax_layer, each, linear)
+        setattr(jax_layer, holder, linear)
 
-    def seen_of_nnx(call):
+    def letters_of_nnx(call):
         leaves = (("weight", "kernel"), ("bias", "bias"))
         return {
             f"{n}.{leaf}": np.asarray(getattr(getattr(jax_layer, n), at)[...])
@@ -390,21 +392,23 @@ def test_weights_are_changed_in_any_holder(carrier, name):
     x = torch.zeros(1, 3, 4)
     if carrier == "torch":
         buggy_call = injections_for(view)[0][name].make(Call(view, (x,), {}, layer))
-        found = buggy_call.run(lambda call: seen_of_torch(call.owner))
-        np.testing.assert_equal(seen_of_torch(layer), weights)
+        actual = buggy_call.run(lambda call: letters_of_torch(call.owner))
+        np.testing.assert_equal(letters_of_torch(layer), weights)
     elif carrier == "nnx":
         buggy_call = injections_for(view)[0][name].make(
             Call(replace(view, framework="jax"), (jnp.zeros((1, 3, 4)),), {}, jax_layer)
         )
-        found = buggy_call.run(seen_of_nnx)
-        np.testing.assert_equal(seen_of_nnx(None), weights)
+        actual = buggy_call.run(letters_of_nnx)
+        np.testing.assert_equal(letters_of_nnx(None), weights)
     elif carrier == "parameters":
-        given = {LETTERS[n]: weights[f"{n}.weight"] for n in LETTERS} | {
+        by_letter = {LETTERS[n]: weights[f"{n}.weight"] for n in LETTERS} | {
             "b" + LETTERS[n][1]: weights[f"{n}.bias"] for n in LETTERS
         }
-        given = {n: torch.from_numpy(array) for n, array in given.items()}
-        buggy_call = injections_for(view)[0][name].make(Call(view, (x,), {**given, "num_heads": 2}))
-        found = buggy_call.run(
+        by_letter = {n: torch.from_numpy(array) for n, array in by_letter.items()}
+        buggy_call = injections_for(view)[0][name].make(
+            Call(view, (x,), {**by_letter, "num_heads": 2})
+        )
+        actual = buggy_call.run(
             lambda call: {
                 f"{n}.{leaf}": call.kwargs[letter + LETTERS[n][1]].numpy()
                 for n in LETTERS
@@ -414,29 +418,29 @@ def test_weights_are_changed_in_any_holder(carrier, name):
     else:
         flat = {n: torch.from_numpy(array) for n, array in weights.items()}
         nested = {n: {"kernel": flat[f"{n}.weight"], "bias": flat[f"{n}.bias"]} for n in LETTERS}
-        given = flat if carrier == "flat mapping" else nested
+        by_letter = flat if carrier == "flat mapping" else nested
         view = replace(view, roles={"query": "x", "weights": "params"})
         buggy_call = injections_for(view)[0][name].make(
-            Call(view, (x,), {"params": given, "num_heads": 2})
+            Call(view, (x,), {"params": by_letter, "num_heads": 2})
         )
 
-        def seen(call):
-            held = call.kwargs["params"]
+        def read_params(call):
+            params = call.kwargs["params"]
             if carrier == "nested mapping":
-                held = {
+                params = {
                     f"{n}.{'weight' if leaf == 'kernel' else leaf}": a
-                    for n, inner in held.items()
+                    for n, inner in params.items()
                     for leaf, a in inner.items()
                 }
-            return {n: a.numpy() for n, a in held.items()}
+            return {n: a.numpy() for n, a in params.items()}
 
-        found = buggy_call.run(seen)
+        actual = buggy_call.run(read_params)
     expected = {**weights, **PROJECTED[name](weights)}
     assert {n for n in weights if not np.array_equal(weights[n], expected[n])}, (
         "a control that changes nothing"
     )
     for n in weights:
-        np.testing.assert_allclose(found[n], expected[n], rtol=1e-6, err_msg=n)
+        np.testing.assert_allclose(actual[n], expected[n], rtol=1e-6, err_msg=n)
 
 
 # ---- The whole command ---------------------------------------------------------------------------
@@ -507,7 +511,7 @@ def project(tmp_path, monkeypatch):
     (package / "attention.py").write_text(ATTENTION)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in [each for each in sys.modules if each.split(".")[0] == "mine"]:
+    for name in [module for module in sys.modules if module.split(".")[0] == "mine"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which takes longer than the tests
 
@@ -518,11 +522,11 @@ def project(tmp_path, monkeypatch):
         try:
             status = main(["mutate", target, *options, "--json", "found.json", "--", *command])
         finally:
-            for name in [each for each in sys.modules if each.split(".")[0] == "mine"]:
+            for name in [module for module in sys.modules if module.split(".")[0] == "mine"]:
                 del sys.modules[name]
         path = tmp_path / "found.json"
-        found = json.loads(path.read_text())["outcomes"] if path.exists() else []
-        return status, {outcome["bug"]: outcome for outcome in found}
+        outcomes = json.loads(path.read_text())["outcomes"] if path.exists() else []
+        return status, {outcome["bug"]: outcome for outcome in outcomes}
 
     return mutate
 
@@ -533,22 +537,22 @@ def test_bugs_unnoticed_by_weak_tests(project, capsys, tmp_path):
     the reason is printed, and the status is 1.
     """
     options = ("--only", "mask-flip*,mask-ignored,causal-ignored,scale-missing", "--jobs", "2")
-    status, found = project(WEAK, *options)
-    said = capsys.readouterr().out
+    status, outcomes = project(WEAK, *options)
+    printed = capsys.readouterr().out
     assert status == 1
-    assert {name: outcome["status"] for name, outcome in found.items()} == {
+    assert {name: outcome["status"] for name, outcome in outcomes.items()} == {
         "mask-flipped": "noticed",  # no key remains visible: NaN
         "mask-ignored": "changed nothing",
         "causal-ignored": "not reached",
         "scale-missing": "not noticed",
     }
-    assert found["mask-flipped"]["by"] == "test_mine.py::test_mask"
-    assert "mask-polarity" in said
-    assert "4 bugs injected: 1 noticed" in said
-    assert "NOT NOTICED" in said
+    assert outcomes["mask-flipped"]["by"] == "test_mine.py::test_mask"
+    assert "mask-polarity" in printed
+    assert "4 bugs injected: 1 noticed" in printed
+    assert "NOT NOTICED" in printed
     assert (
         "scale-missing: the scale of the scores is missing, and every test passes; mha-parity "
-        "bugs scale" in said
+        "bugs scale" in printed
     )
     assert not (tmp_path / ".pytest_cache").exists()
 
@@ -575,9 +579,9 @@ def test_jitted_function_is_compared(project, tmp_path):
         q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4, 5, 8))
         assert jax.jit(attention)(q, k, v, jnp.ones((5, 5), bool)).shape == q.shape
     """
-    status, found = project(tests, "--only", "mask-ignored,softmax-over-heads")
+    status, outcomes = project(tests, "--only", "mask-ignored,softmax-over-heads")
     assert status == 1
-    assert {name: outcome["status"] for name, outcome in found.items()} == {
+    assert {name: outcome["status"] for name, outcome in outcomes.items()} == {
         "mask-ignored": "changed nothing",
         "softmax-over-heads": "not noticed",
     }
@@ -680,14 +684,14 @@ def test_comparison_has_no_side_effects(injecting):
         cache.append(k)
         return attention(q, torch.cat(cache, 2), v) + torch.rand(())
 
-    function, told = injecting(with_cache, "q-heads-reversed", view)
+    function, notes = injecting(with_cache, "q-heads-reversed", view)
     cache = []
     torch.manual_seed(0)
-    found = function(Q, K, V, cache)
+    output = function(Q, K, V, cache)
     torch.manual_seed(0)
-    torch.testing.assert_close(found, attention(Q.flip(1), K, V) + torch.rand(()))
+    torch.testing.assert_close(output, attention(Q.flip(1), K, V) + torch.rand(()))
     assert len(cache) == 1
-    assert told() == ["injected", "called", "reached", "changed"]
+    assert notes() == ["injected", "called", "reached", "changed"]
 
 
 def test_uncopyable_argument_is_recorded(injecting):
@@ -698,9 +702,9 @@ def test_uncopyable_argument_is_recorded(injecting):
             raise TypeError("it is locked")
 
     view = replace(VIEW, order=("q", "k", "v", "cache"))
-    function, told = injecting(lambda q, k, v, cache: attention(q, k, v), "scale-missing", view)
+    function, notes = injecting(lambda q, k, v, cache: attention(q, k, v), "scale-missing", view)
     function(Q, K, V, Stuck())
-    assert told() == ["injected", "called", "uncompared", "reached"]
+    assert notes() == ["injected", "called", "uncompared", "reached"]
 
 
 def test_allowed_bugs_are_recorded(injecting):
@@ -718,7 +722,7 @@ def test_allowed_bugs_are_recorded(injecting):
 
 
 @pytest.mark.parametrize(
-    ("status", "told", "verdict"),
+    ("status", "events", "verdict"),
     [
         (1, ["reached", "changed", "failed"], Status.NOTICED),
         (1, ["reached", "failed"], Status.UNCHANGED),
@@ -732,10 +736,10 @@ def test_allowed_bugs_are_recorded(injecting):
         (None, ["reached", "changed"], Status.TIMED_OUT),
     ],
 )
-def test_verdict_by_status_and_events(status, told, verdict):
+def test_verdict_by_status_and_events(status, events, verdict):
     """Failing tests notice a bug only if it changed a result or could not be compared."""
-    found, _ = _result_of(Run(status, [(event, "") for event in told], "", 0.0))
-    assert found is verdict
+    result, _ = _result_of(Run(status, [(event, "") for event in events], "", 0.0))
+    assert result is verdict
 
 
 @pytest.mark.costly("starts pytest, as the command does")
@@ -785,12 +789,12 @@ def test_traced_call_needs_equal_results():
         return factor * (jax.nn.softmax(q @ k.swapaxes(-1, -2) / 8**0.5) @ v)
 
     for factor in (1.0, 2.0):
-        found = jax.jit(
+        output = jax.jit(
             lambda q, f=factor: with_bug(
                 "softmax-over-heads", q, k, v, view=view, function=lambda *a: theirs(*a, f)
             )
         )(q)
-        assert same(found, theirs(q, k, v, factor)) == (factor == 2.0)
+        assert same(output, theirs(q, k, v, factor)) == (factor == 2.0)
 
 
 @pytest.mark.costly("a signal to a process that runs tests")
@@ -827,9 +831,9 @@ def test_interruption_ends_the_tests(tmp_path):
     ):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 130, said
-    assert said == "mha-parity: interrupted\n"
+    _, printed = process.communicate(timeout=120)
+    assert process.returncode == 130, printed
+    assert printed == "mha-parity: interrupted\n"
     with pytest.raises(ProcessLookupError):
         os.kill(int(begun.read_text()), 0)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path != begun} == before
@@ -840,9 +844,9 @@ def test_pytest_options_and_xdist_workers(project, capsys):
     """Options reach pytest, and a bug is noticed in an xdist worker by the selected test."""
     tests = GOOD.replace("test_values", "test_one") + GOOD.replace("test_values", "test_two")
     command = ("pytest", "-x", "-p", "xdist", "-n", "1", "-k", "two", "test_mine.py")
-    status, found = project(tests, "--only", "scale-missing", command=command)
+    status, outcomes = project(tests, "--only", "scale-missing", command=command)
     assert status == 0
-    assert (found["scale-missing"]["status"], found["scale-missing"]["by"]) == (
+    assert (outcomes["scale-missing"]["status"], outcomes["scale-missing"]["by"]) == (
         "noticed",
         "test_mine.py::test_two",
     )
@@ -868,16 +872,18 @@ def test_impossible_bugs_are_not_test_gaps(project, capsys):
     """
     command, target = ("python", "-m", "unittest", "test_mine"), "mine.attention:Layer"
     only = "q_proj-transposed,batch-as-tokens,out_proj-*,rope-theta-*"
-    status, found = project(tests, "--only", only, command=command, target=target)
-    said = " ".join(capsys.readouterr().out.split())
+    status, outcomes = project(tests, "--only", only, command=command, target=target)
+    printed = " ".join(capsys.readouterr().out.split())
     assert status == 0
-    assert {name: (each["status"], each["by"].split(":")[0]) for name, each in found.items()} == {
+    assert {
+        name: (outcome["status"], outcome["by"].split(":")[0]) for name, outcome in outcomes.items()
+    } == {
         "q_proj-transposed": ("noticed", "exit status 1"),
         "batch-as-tokens": ("rejected", "RuntimeError"),
     }
     assert (
         "not injected, no out_proj is known among its weights: out_proj-transposed, "
-        "out_proj-bias-missing" in said
+        "out_proj-bias-missing" in printed
     )
     assert json.loads(pathlib.Path("found.json").read_text())["not_injected"].keys() == {
         *("out_proj-transposed", "out_proj-bias-missing", "rope-theta-10000", "rope-theta-500000"),

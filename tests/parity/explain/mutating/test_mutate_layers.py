@@ -33,9 +33,9 @@ NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")
 BATCH, TOKENS, WIDTH, HEADS, SIZE = 2, 6, 32, 4, 8
 
 
-def inject(name, layer, x, view=VIEW, **given):
+def inject(name, layer, x, view=VIEW, **options):
     """Return the output of a layer with a bug, or None if the call does not allow it."""
-    buggy_call = injections_for(view)[0][name].make(Call(view, (x,), given, layer))
+    buggy_call = injections_for(view)[0][name].make(Call(view, (x,), options, layer))
     if buggy_call is None:
         return None
     return buggy_call.run(forward)
@@ -76,7 +76,7 @@ class Apart(nn.Module):
         return self.attended(self.q_proj(x), self.k_proj(x), self.v_proj(x))
 
     def attended(self, q, k, v):
-        q, k, v = (each.unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in (q, k, v))
+        q, k, v = (heads.unflatten(-1, (-1, SIZE)).transpose(1, 2) for heads in (q, k, v))
         q, k = turned(q, self.rope_theta), turned(k, self.rope_theta)
         y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out_proj(y.transpose(1, 2).flatten(-2))
@@ -92,8 +92,8 @@ def rows(order, num_kv_heads):
         )
     by_group = np.arange((HEADS + 2 * num_kv_heads) * SIZE).reshape(num_kv_heads, group + 2, SIZE)
     return [
-        each.reshape(-1)
-        for each in (by_group[:, :group], by_group[:, group], by_group[:, group + 1])
+        rows_of_part.reshape(-1)
+        for rows_of_part in (by_group[:, :group], by_group[:, group], by_group[:, group + 1])
     ]
 
 
@@ -190,9 +190,9 @@ def test_bug_in_packed_layer_leaves_no_trace():
     before = {name: array.clone() for name, array in packed.state_dict().items()}
     torch.manual_seed(3)
     inject("k-v-swapped", packed, x)
-    found = torch.rand(())
+    output = torch.rand(())
     torch.manual_seed(3)
-    assert found == torch.rand(())
+    assert output == torch.rand(())
     assert all(torch.equal(array, before[name]) for name, array in packed.state_dict().items())
 
 
@@ -257,8 +257,8 @@ def test_heads_are_found_in_every_layout(num_kv_heads, monkeypatch):
                 injections_for(OF_MAPPING)[0]["q-heads-reversed"].make(call)
             continue
         buggy_call = injections_for(OF_MAPPING)[0]["q-heads-reversed"].make(call)
-        found = buggy_call.run(attend_as_stored)
-        torch.testing.assert_close(found, expected, msg=layout.name)
+        actual = buggy_call.run(attend_as_stored)
+        torch.testing.assert_close(actual, expected, msg=layout.name)
 
 
 # ---- By hand -------------------------------------------------------------------------------------
@@ -456,7 +456,10 @@ class OfEquinox(eqx.Module):
     num_heads: int
 
     def __init__(self, key):
-        made = (eqx.nn.Linear(WIDTH, WIDTH, key=each) for each in jax.random.split(key, 4))
+        made = (
+            eqx.nn.Linear(WIDTH, WIDTH, key=key_of_layer)
+            for key_of_layer in jax.random.split(key, 4)
+        )
         self.query_proj, self.key_proj, self.value_proj, self.output_proj = made
         self.num_heads = HEADS
 
@@ -514,9 +517,9 @@ def test_packed_linen_layer_is_changed(name):
             "bias": jnp.asarray(bias.ravel()),
         },
     }
-    found = linen_with(params, x, name)
-    assert not same(found, linen_with(params, x))
-    np.testing.assert_allclose(found, linen_with(wrong, x), rtol=1e-5, atol=1e-6)
+    output = linen_with(params, x, name)
+    assert not same(output, linen_with(params, x))
+    np.testing.assert_allclose(output, linen_with(wrong, x), rtol=1e-5, atol=1e-6)
 
 
 def test_values_sown_by_linen_are_kept():
@@ -537,18 +540,18 @@ def test_equinox_layer_is_changed():
         jax.random.normal(jax.random.key(1), (BATCH, TOKENS, WIDTH)),
     )
     view = replace(VIEW, framework="jax")
-    found = jax.vmap(lambda x: inject("k-v-swapped", layer, x, view))(x)
+    output = jax.vmap(lambda x: inject("k-v-swapped", layer, x, view))(x)
     wrong = eqx.tree_at(
-        lambda each: (each.key_proj, each.value_proj), layer, (layer.value_proj, layer.key_proj)
+        lambda tree: (tree.key_proj, tree.value_proj), layer, (layer.value_proj, layer.key_proj)
     )
-    np.testing.assert_allclose(found, jax.vmap(wrong)(x), rtol=1e-5, atol=1e-6)
-    found = inject("v-heads-reversed", layer, x[0], view)
+    np.testing.assert_allclose(output, jax.vmap(wrong)(x), rtol=1e-5, atol=1e-6)
+    output = inject("v-heads-reversed", layer, x[0], view)
     reversed_ = layer.value_proj.weight.reshape(HEADS, SIZE, -1)[::-1].reshape(WIDTH, -1)
     bias = layer.value_proj.bias.reshape(HEADS, SIZE)[::-1].ravel()
     wrong = eqx.tree_at(
-        lambda each: (each.value_proj.weight, each.value_proj.bias), layer, (reversed_, bias)
+        lambda tree: (tree.value_proj.weight, tree.value_proj.bias), layer, (reversed_, bias)
     )
-    np.testing.assert_allclose(found, wrong(x[0]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(output, wrong(x[0]), rtol=1e-5, atol=1e-6)
 
 
 def test_kernels_of_three_axes_are_changed():
@@ -562,8 +565,8 @@ def test_kernels_of_three_axes_are_changed():
     params = {
         name: jnp.asarray(rng.standard_normal((WIDTH, HEADS, SIZE))) for name in ("wq", "wk", "wv")
     }
-    given = {"layer": {**params, "wo": jnp.asarray(rng.standard_normal((HEADS, SIZE, WIDTH)))}}
-    call = Call(view, (given, jnp.zeros((1, 2, WIDTH))), {})
+    variables = {"layer": {**params, "wo": jnp.asarray(rng.standard_normal((HEADS, SIZE, WIDTH)))}}
+    call = Call(view, (variables, jnp.zeros((1, 2, WIDTH))), {})
 
     def made(name):
         return injections_for(view)[0][name].make(call).run(lambda call: call.args[0]["layer"])
@@ -573,7 +576,7 @@ def test_kernels_of_three_axes_are_changed():
     )
     np.testing.assert_array_equal(
         made("out_proj-transposed")["wo"].reshape(WIDTH, WIDTH),
-        given["layer"]["wo"].reshape(WIDTH, -1).T,
+        variables["layer"]["wo"].reshape(WIDTH, -1).T,
     )
     np.testing.assert_array_equal(made("q-heads-reversed")["wq"], params["wq"][:, ::-1])
     np.testing.assert_array_equal(
@@ -620,12 +623,12 @@ def test_causal_mask_in_buffer_is_changed(mask, name, wrong):
     call with its dtype; the buffer is restored.
     """
     layer, x = WithMask(mask), torch.zeros(BATCH, TOKENS, WIDTH)
-    found = inject(name, layer, x)
+    actual = inject(name, layer, x)
     t, s = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
-    seen, hidden = mask[..., 0, 0].squeeze(), mask[..., 0, 1].squeeze()
-    expected = torch.where(wrong(t, s), hidden, seen)
-    assert torch.equal(found.squeeze(), expected)
-    assert found.dtype == mask.dtype
+    is_visible, hidden = mask[..., 0, 0].squeeze(), mask[..., 0, 1].squeeze()
+    expected = torch.where(wrong(t, s), hidden, is_visible)
+    assert torch.equal(actual.squeeze(), expected)
+    assert actual.dtype == mask.dtype
     assert torch.equal(layer.bias, mask)
 
 
@@ -650,8 +653,8 @@ def test_rope_frequencies_change_with_base():
     `Unfit`.
     """
     layer, x = WithFrequencies(), torch.zeros(BATCH, TOKENS, WIDTH)
-    found = inject("rope-theta-500000", layer, x)
-    torch.testing.assert_close(found, 500000.0 ** -(torch.arange(0, SIZE, 2) / SIZE))
+    output = inject("rope-theta-500000", layer, x)
+    torch.testing.assert_close(output, 500000.0 ** -(torch.arange(0, SIZE, 2) / SIZE))
     with pytest.raises(Unfit, match="its theta is 10000"):
         inject("rope-theta-10000", layer, x)
 
@@ -674,23 +677,23 @@ def test_cosines_and_sines_change_with_base(how, as_pair):
 
     roles = {"query": "x", "position_embeddings": "pair", "cos": "cos", "sin": "sin"}
     view = replace(VIEW, order=("x",), roles=roles, is_module=False)
-    given = (
+    inputs = (
         {"pair": table(10000.0)}
         if as_pair
         else dict(zip(("cos", "sin"), table(10000.0), strict=True))
     )
-    call = Call(view, (torch.zeros(1, TOKENS, WIDTH),), given)
+    call = Call(view, (torch.zeros(1, TOKENS, WIDTH),), inputs)
     make = injections_for(view)[0]["rope-theta-500000"].make
-    found = make(call).run(
+    output = make(call).run(
         lambda call: call.kwargs["pair"] if as_pair else (call.kwargs["cos"], call.kwargs["sin"])
     )
-    for one, other in zip(found, table(500000.0), strict=True):
+    for one, other in zip(output, table(500000.0), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     with pytest.raises(Unfit, match="its theta is 10000"):
         injections_for(view)[0]["rope-theta-10000"].make(call)
     later = {
         name: tuple(x[:, 1:] for x in value) if as_pair else value[:, 1:]
-        for name, value in given.items()
+        for name, value in inputs.items()
     }
     with pytest.raises(Unfit, match="do not belong to positions 0, 1, 2"):
         make(Call(view, (torch.zeros(1, TOKENS - 1, WIDTH),), later))

@@ -799,7 +799,7 @@ def test_impossible_options_print_one_line(llama, tmp_path, capsys, options, beg
     """
     there = tmp_path / "attention.py"
     there.write_text("precious")
-    assert run_command(llama, *(each.format(there=there) for each in options)) == 2
+    assert run_command(llama, *(option.format(there=there) for option in options)) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"mha-parity: error: {begin.format(there=there)} ")
     assert error.count("\n") == 1

@@ -138,18 +138,18 @@ def check_written(path: Path, framework: str, tensors: Mapping[str, np.ndarray])
         loader = source[source.index("\ndef weights_from") :]
         source = f"from collections.abc import Mapping\nimport numpy as np\n{loader}"
     module = module_of(source)
-    given: dict[str, Any] = dict(tensors)
+    tensors_by_name: dict[str, Any] = dict(tensors)
     if framework == "torch":
-        given = {name: torch.tensor(x) for name, x in tensors.items()}
+        tensors_by_name = {name: torch.tensor(x) for name, x in tensors.items()}
     expected = parity.random_weights(SPEC)
     if framework == "jax":
         for part, leaves in nested(expected, SPEC).items():
             for leaf, weight in leaves.items():
                 np.testing.assert_array_equal(
-                    np.asarray(module.params_from(given)[part][leaf]), np.asarray(weight)
+                    np.asarray(module.params_from(tensors_by_name)[part][leaf]), np.asarray(weight)
                 )
     else:
-        loaded = module.weights_from(given)
+        loaded = module.weights_from(tensors_by_name)
         assert loaded.keys() == expected.keys()
         for name, weight in expected.items():
             np.testing.assert_array_equal(np.asarray(loaded[name]), weight)
@@ -270,8 +270,8 @@ def test_metadata_of_convert_stay_data(folder, text):
 def values_within(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the path of each value in nested dicts."""
     if isinstance(value, dict):
-        for name, each in value.items():
-            yield from values_within(each, (*path, name))
+        for name, part in value.items():
+            yield from values_within(part, (*path, name))
     else:
         yield path
 

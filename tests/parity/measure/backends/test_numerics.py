@@ -58,8 +58,8 @@ def test_float64_enables_x64_temporarily():
 
 def test_environment_lists_versions():
     """The environment has versions of torch and JAX, JAX's platform, and the number of CPUs."""
-    found = environment(["jax", "torch"])
-    assert found["packages"]["torch"] == torch.__version__
-    assert found["packages"]["jax"] == jax.__version__
-    assert found["backends"]["jax"]["numerics"]["platform"] == jax.default_backend()
-    assert found["cpus"] > 0
+    versions = environment(["jax", "torch"])
+    assert versions["packages"]["torch"] == torch.__version__
+    assert versions["packages"]["jax"] == jax.__version__
+    assert versions["backends"]["jax"]["numerics"]["platform"] == jax.default_backend()
+    assert versions["cpus"] > 0

@@ -366,9 +366,9 @@ def test_approximated_exponentials_are_named(case):
     lines = approximated(scores - scores.max(axis=-1, keepdims=True))
     lines[np.broadcast_to(stages["mask"], lines.shape)] = 0.0
     weights = lines / lines.sum(axis=-1, keepdims=True)
-    given = {name: stages[name] for name in ("mask", "q", "k", "v", "scores")}
-    given["attn_weights"] = weights.astype(stages["attn_weights"].dtype)
-    diagnosis = diagnose(given, problem, arithmetic="tensix")
+    observed = {name: stages[name] for name in ("mask", "q", "k", "v", "scores")}
+    observed["attn_weights"] = weights.astype(stages["attn_weights"].dtype)
+    diagnosis = diagnose(observed, problem, arithmetic="tensix")
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", ["exponentials-approximated"])
 
 
@@ -386,11 +386,11 @@ def test_rows_lost_by_kernel_are_named(case, only):
     weight, bias = (
         problem.weights[f"out_proj.{name}"].astype(np.float32) for name in ("weight", "bias")
     )
-    given = {"output": (merged @ weight.T + bias).astype(stages["output"].dtype)}
+    observed = {"output": (merged @ weight.T + bias).astype(stages["output"].dtype)}
     if not only:
-        given |= {name: stages[name] for name in ("mask", "q", "k", "v")}
-        given["context"] = context.astype(stages["context"].dtype)
-    diagnosis = diagnose(given, problem, arithmetic="tensix")
+        observed |= {name: stages[name] for name in ("mask", "q", "k", "v")}
+        observed["context"] = context.astype(stages["context"].dtype)
+    diagnosis = diagnose(observed, problem, arithmetic="tensix")
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("structure", ["lost-values"])
     pattern = diagnosis.findings[0].description.patterns[0]
     if only:
@@ -405,7 +405,7 @@ def test_scaled_output_is_not_lost_rows():
     """An output times 0.4 is not reported as rows that a kernel lost."""
     problem = make_problem(CASES["causal"], "bfloat16")
     output = Reference(problem).accumulated["output"] * 0.4
-    told = str(
+    text = str(
         diagnose({"output": output.astype(dtype_named("bfloat16"))}, problem, arithmetic="tensix")
     )
-    assert "a kernel lost rows" not in told
+    assert "a kernel lost rows" not in text

@@ -44,11 +44,13 @@ def test_torch_round_trip_is_exact(dtype, shape):
     array = (
         array[:0, :2] if shape == (0, 2) else array[1, 2:3].reshape(()) if shape == () else array
     )
-    for each in (array, array.T):
-        tensor = parity.to_torch(each)
+    for layout in (array, array.T):
+        tensor = parity.to_torch(layout)
         assert isinstance(tensor, torch.Tensor)
-        assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{dtype}", each.shape)
-        assert same_array(parity.to_numpy(tensor), np.ascontiguousarray(each).reshape(each.shape))
+        assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{dtype}", layout.shape)
+        assert same_array(
+            parity.to_numpy(tensor), np.ascontiguousarray(layout).reshape(layout.shape)
+        )
 
 
 @pytest.mark.parametrize(
@@ -57,9 +59,9 @@ def test_torch_round_trip_is_exact(dtype, shape):
 def test_jax_round_trip_is_exact(dtype):
     """An array becomes a JAX array and comes back bit for bit."""
     array = any_bits(DTYPES[dtype])
-    found = parity.to_jax(array)
-    assert isinstance(found, jax.Array)
-    assert same_array(parity.to_numpy(found), array)
+    converted = parity.to_jax(array)
+    assert isinstance(converted, jax.Array)
+    assert same_array(parity.to_numpy(converted), array)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -83,10 +85,10 @@ def test_native_array_is_not_copied():
 def test_to_numpy_copies_a_parameter():
     """The array of a transposed parameter keeps its values if the parameter changes."""
     tensor = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
-    found = parity.to_numpy(tensor.T)
+    converted = parity.to_numpy(tensor.T)
     with torch.no_grad():
         tensor.zero_()
-    assert found.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert converted.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
 
 def test_flax_variable_is_an_array():
@@ -115,8 +117,8 @@ def test_nested_names_are_joined_by_dots():
     """Nested mappings have names with dots; duplicate names and other values raise errors."""
     layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     for tree in (nnx.state(layer), nnx.to_pure_dict(nnx.state(layer))):
-        found = to_numpy_by_name({"q_proj": tree, "v_proj.bias": np.ones(2)})
-        assert {name: x.shape for name, x in found.items()} == {
+        flat = to_numpy_by_name({"q_proj": tree, "v_proj.bias": np.ones(2)})
+        assert {name: x.shape for name, x in flat.items()} == {
             "q_proj.bias": (3,),
             "q_proj.kernel": (2, 3),
             "v_proj.bias": (2,),

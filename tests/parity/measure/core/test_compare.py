@@ -185,11 +185,11 @@ def test_expected_nan_passes(expected, rng):
     assert (comparison.reason, comparison.mismatched) == ("", 0)
 
 
-@pytest.mark.parametrize("given", [0.0, 1.0, np.inf])
-def test_missing_nan_fails(expected, given):
+@pytest.mark.parametrize("number", [0.0, 1.0, np.inf])
+def test_missing_nan_fails(expected, number):
     """A number or infinity where the reference is NaN fails with a reason and its index."""
     actual = with_nan(expected)
-    actual[0, 1, 2, 3] = given
+    actual[0, 1, 2, 3] = number
     comparison = compare(actual, with_nan(expected), with_nan(expected), **ABOUT)
     assert not comparison.passed
     assert comparison.reason == "1 element is not NaN where the reference is"
@@ -488,15 +488,15 @@ def verdict_on(problem, values):
     """Return the comparison of attention weights if the other stages are the reference's."""
     expected = Reference(problem)
     local = {
-        name: each.astype(dtype_of_stage(name, "float32"))
-        for name, each in expected.expected(local=True).items()
+        name: values_of_stage.astype(dtype_of_stage(name, "float32"))
+        for name, values_of_stage in expected.expected(local=True).items()
     }
-    (found,) = (
-        each
-        for each in compare_trace(Trace(problem, "torch", values, local), expected)
-        if each.stage == "attn_weights"
+    (comparison,) = (
+        comparison
+        for comparison in compare_trace(Trace(problem, "torch", values, local), expected)
+        if comparison.stage == "attn_weights"
     )
-    return found
+    return comparison
 
 
 def test_small_noise_is_measured_again():
@@ -529,7 +529,7 @@ def test_remeasured_noise_hides_no_error(times):
         problem = saturated(number)
         expected = Reference(problem)
         exact = expected.accumulated["attn_weights"]
-        noise = max(np.abs(each["attn_weights"] - exact).max() for each in expected.recounted())
+        noise = max(np.abs(stages["attn_weights"] - exact).max() for stages in expected.recounted())
         noise = max(
             noise, np.abs(expected.same_precision(local=False)["attn_weights"] - exact).max(), 1e-7
         )

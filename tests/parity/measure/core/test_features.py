@@ -103,10 +103,10 @@ def test_case_fails_without_its_feature(case, spec):
         }
         weights |= others
         weights = {name: np.resize(weights[name], shape) for name, shape in shapes.items()}
-    expected, found = outputs(case, problem.weights), outputs(replace(case, spec=spec), weights)
+    expected, actual = outputs(case, problem.weights), outputs(replace(case, spec=spec), weights)
     largest = max(np.nanmax(np.abs(value), initial=0.0) for value in expected.values())
     apart = max(
-        np.nanmax(np.abs(found[name] - value), initial=0.0) for name, value in expected.items()
+        np.nanmax(np.abs(actual[name] - value), initial=0.0) for name, value in expected.items()
     )
     assert apart > 1e-4 * largest, f"{apart:.1e} of {largest:.1e}"
 

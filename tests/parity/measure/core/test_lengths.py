@@ -107,7 +107,9 @@ def test_chosen_cases_show_features():
         for case in (chosen, further):
             assert what in case.about
             assert not_exercised({"layer-0": [short, case]}, ["float32"]) == [], what
-            right, without = (stages_of(case, each, weights) for each in (spec, other))
+            right, without = (
+                stages_of(case, spec_of_case, weights) for spec_of_case in (spec, other)
+            )
             last = f"step{len(case.chunks) - 1}.output"
             assert (right[last] != without[last]).any(), what
 

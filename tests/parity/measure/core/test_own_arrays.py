@@ -100,8 +100,8 @@ def test_bugs_of_own_arrays_are_named(name, mask, positions):
     shows how rows without a key are computed.
     """
     problem = parity.make_problem(LEFT, "float32")
-    found, *others = parity.diagnose(attended(problem, mask, positions), problem).findings
-    assert found.bugs == (name,)
+    finding, *others = parity.diagnose(attended(problem, mask, positions), problem).findings
+    assert finding.bugs == (name,)
     assert [other.bugs for other in others] == [("empty-row-mean",)] * (name == "own-mask-inverted")
 
 
@@ -184,8 +184,8 @@ def test_masks_by_slot_are_named():
             mask = (slots > position) | (slots <= position - 3)
             stages[f"step{step}.mask"] = np.broadcast_to(mask, stages[f"step{step}.mask"].shape)
     only_masks = {name: x for name, x in stages.items() if name.endswith("mask")}
-    (found,) = parity.diagnose(only_masks, problem).findings
-    assert found.bugs == ("cache-mask-by-slot",)
+    (finding,) = parity.diagnose(only_masks, problem).findings
+    assert finding.bugs == ("cache-mask-by-slot",)
 
 
 def test_lost_mask_of_a_cache_is_named():
@@ -194,8 +194,8 @@ def test_lost_mask_of_a_cache_is_named():
     without = parity.make_problem(STEPS, "float32")
     without.inputs["mask"][:] = False
     stages = run_steps(steps(without, "float32"))
-    (found,) = parity.diagnose(stages, problem).findings
-    assert found.bugs == ("own-mask-ignored",)
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert finding.bugs == ("own-mask-ignored",)
 
 
 def test_implementations_take_own_arrays():

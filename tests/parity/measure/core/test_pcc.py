@@ -35,11 +35,11 @@ def cut_to_tf32(x):
 def test_agreement_is_printed(capsys):
     """For arrays that agree, the PCC and the part of the budget are printed and returned."""
     narrow = EXPECTED.astype(ml_dtypes.bfloat16)
-    passed, told = parity.assert_with_pcc(EXPECTED, narrow)
+    passed, message = parity.assert_with_pcc(EXPECTED, narrow)
     assert passed
-    assert told == capsys.readouterr().out.strip()
-    assert told.startswith("output: PCC 0.99999")
-    assert told.endswith("of its budget")
+    assert message == capsys.readouterr().out.strip()
+    assert message.startswith("output: PCC 0.99999")
+    assert message.endswith("of its budget")
 
 
 @pytest.mark.parametrize("factor", [1.05, 0.98])
@@ -105,13 +105,13 @@ def test_problem_has_the_expected_output():
 # ---- The arithmetic ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [{"problem": PROBLEM}, {"expected": right()}])
-def test_tf32_output_passes_as_tensix_only(given):
+@pytest.mark.parametrize("expectation", [{"problem": PROBLEM}, {"expected": right()}])
+def test_tf32_output_passes_as_tensix_only(expectation):
     """An output cut off to TF32 passes with the arithmetic `tensix`, and fails without."""
     output = cut_to_tf32(right())
-    parity.assert_parity(output, **given, arithmetic="tensix")
+    parity.assert_parity(output, **expectation, arithmetic="tensix")
     with pytest.raises(AssertionError, match="actual differs from"):
-        parity.assert_parity(output, **given, diagnose=False)
+        parity.assert_parity(output, **expectation, diagnose=False)
 
 
 def test_fixture_accepts_arithmetic(assert_parity):
@@ -133,9 +133,9 @@ def test_bug_is_named_in_tf32_stages():
     """A missing scale is named in stages cut off to TF32, which themselves are not a bug."""
     stages = {name: cut_to_tf32(stage) for name, stage in stages_of("q", "k", "scores").items()}
     stages["scores"] *= np.float32(PROBLEM.spec.head_dim**0.5)
-    found = parity.diagnose(stages, PROBLEM, arithmetic="tensix")
-    assert [name for finding in found.named for name in finding.bugs] == ["scale-missing"]
-    assert not found.unnamed
+    diagnosis = parity.diagnose(stages, PROBLEM, arithmetic="tensix")
+    assert [name for finding in diagnosis.named for name in finding.bugs] == ["scale-missing"]
+    assert not diagnosis.unnamed
 
 
 @pytest.mark.parametrize("arithmetic", ["TENSIX", "tf32"])

@@ -215,11 +215,11 @@ def test_hidden_nan_changes_no_gradient():
     assert problem.case.has_gradients
     for fused in (False, True):
         with np.errstate(invalid="ignore"):
-            found = reference.gradients(problem, "float64", fused=fused)
+            actual = reference.gradients(problem, "float64", fused=fused)
         expected = reference.gradients(finite, "float64", fused=fused)
-        for name, gradient in found.items():
+        for name, gradient in actual.items():
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=1e-13, err_msg=name)
-        assert (found["grad.key"][0, 2:] == 0.0).all()
+        assert (actual["grad.key"][0, 2:] == 0.0).all()
 
 
 def test_nan_padding_has_no_gradient():
@@ -287,14 +287,14 @@ def test_only_hidden_keys_empty_a_row():
     problem.inputs["bias"][..., 4, :] = -np.inf  # it hides the keys
     scores[..., 4, :] = -np.inf
     with np.errstate(invalid="ignore"):
-        found = layer.attn_weights({"scores": scores, "mask": mask})["attn_weights"]
-    assert (found[..., 0, :] == 0.0).all()
-    assert np.isnan(found[..., 1, :]).all()
+        weights = layer.attn_weights({"scores": scores, "mask": mask})["attn_weights"]
+    assert (weights[..., 0, :] == 0.0).all()
+    assert np.isnan(weights[..., 1, :]).all()
     np.testing.assert_array_equal(
-        found[..., 2, :], np.broadcast_to([0.25, 0.0, 0.25, 0.25, 0.25], (2, 4, 5))
+        weights[..., 2, :], np.broadcast_to([0.25, 0.0, 0.25, 0.25, 0.25], (2, 4, 5))
     )
-    assert np.isnan(found[..., 3, 1]).all()
-    assert (found[..., 4, :] == 0.0).all()
+    assert np.isnan(weights[..., 3, 1]).all()
+    assert (weights[..., 4, :] == 0.0).all()
 
 
 def test_problem_is_made_from_case_name():

@@ -82,9 +82,9 @@ def test_non_float_weight_raises(weights, wrong):
 def test_framework_weights_become_numpy(weights):
     """Weights in torch or JAX are valid and become NumPy arrays with the same bits."""
     for of_framework in (parity.to_torch, parity.to_jax):
-        found = check_weights({name: of_framework(x) for name, x in weights.items()}, SPEC)
-        assert found.keys() == weights.keys()
-        assert all(same_array(found[name], weights[name]) for name in weights)
+        converted = check_weights({name: of_framework(x) for name, x in weights.items()}, SPEC)
+        assert converted.keys() == weights.keys()
+        assert all(same_array(converted[name], weights[name]) for name in weights)
 
 
 def test_mixed_dtypes_raise(weights):
@@ -222,10 +222,12 @@ def test_other_number_of_heads_raises(sibling):
 def test_weights_without_spec_raise(kind, sibling, weights):
     """Weights without a specification raise an error, and the module keeps its own."""
     module = new_module(sibling, kind, replace(SPEC, d_kv=SPEC.d_in), "float32")
-    held = parity.weights_of(module)
+    weights_by_name = parity.weights_of(module)
     with rejects_type("spec", spec=None):
         parity.load_into(module, random_weights(module.spec))
-    assert all(same_array(x, held[name]) for name, x in parity.weights_of(module).items())
+    assert all(
+        same_array(x, weights_by_name[name]) for name, x in parity.weights_of(module).items()
+    )
 
 
 @sample(jax=1)
@@ -412,10 +414,10 @@ def test_damaged_header_raises_or_loads(tmp_path, position, byte):
     path = tmp_path / "damaged"
     path.write_bytes(data)
     try:
-        found, spec = load_weights(path)
+        weights, spec = load_weights(path)
     except InputError:
         return
-    check_weights(found, spec)  # weights that load must be valid
+    check_weights(weights, spec)  # weights that load must be valid
 
 
 def test_header_with_a_new_dropout_loads(tmp_path, weights):
@@ -424,9 +426,9 @@ def test_header_with_a_new_dropout_loads(tmp_path, weights):
     written = (tmp_path / "w").read_bytes()
     edited = written.replace(b'"dropout\\": 0.0', b'"dropout\\": 0.1')
     (tmp_path / "edited").write_bytes(edited)
-    found, spec = load_weights(tmp_path / "edited")
+    loaded, spec = load_weights(tmp_path / "edited")
     assert spec == replace(SPEC, dropout=0.1)
-    assert all(same_array(found[name], weights[name]) for name in weights)
+    assert all(same_array(loaded[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize("spec", ["[" * 100_000, "7", '{"d_model": "8", "num_heads": 2}'])

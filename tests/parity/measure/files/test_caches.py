@@ -38,11 +38,11 @@ def test_cache_loads_in_either_framework(sibling, to, dtype, rng, tmp_path):
     """A cache saved from one framework loads in JAX and PyTorch with the same dtypes and bytes."""
     cache = filled(sibling, rng, DTYPES[dtype])
     save_cache(tmp_path / "cache.safetensors", cache)
-    found = load_cache(tmp_path / "cache.safetensors", to)
-    assert type(found).__module__.startswith(f"mha_{to}.")
+    loaded = load_cache(tmp_path / "cache.safetensors", to)
+    assert type(loaded).__module__.startswith(f"mha_{to}.")
     other = load_backend(to)
     for name, expected in parts(sibling, cache).items():
-        array = other.to_numpy(getattr(found, name))
+        array = other.to_numpy(getattr(loaded, name))
         assert (array.dtype, array.tobytes()) == (expected.dtype, expected.tobytes()), name
 
 
@@ -63,8 +63,8 @@ def test_decoding_continues_with_read_cache(sibling, rng, tmp_path):
 def test_cache_keeps_the_width_of_values(tmp_path):
     """Values of 6 features keep their width next to keys of 4."""
     save_cache(tmp_path / "cache.safetensors", mha_torch.init_cache(1, 2, 3, 4, value_head_dim=6))
-    found = load_cache(tmp_path / "cache.safetensors", "torch")
-    assert (found.keys.shape, found.values.shape) == ((1, 2, 3, 4), (1, 2, 3, 6))
+    loaded = load_cache(tmp_path / "cache.safetensors", "torch")
+    assert (loaded.keys.shape, loaded.values.shape) == ((1, 2, 3, 4), (1, 2, 3, 6))
 
 
 def test_cache_file_is_deterministic(sibling, rng, tmp_path):

@@ -91,9 +91,9 @@ def write(path, tensors, metadata=None, **options):
     return write_tensors(path, infos_of(tensors), tensors.__getitem__, metadata, **options)
 
 
-def same_tensors(found, expected):
-    return found.keys() == expected.keys() and all(
-        same_array(found[name], expected[name]) for name in expected
+def same_tensors(actual, expected):
+    return actual.keys() == expected.keys() and all(
+        same_array(actual[name], expected[name]) for name in expected
     )
 
 
@@ -278,12 +278,12 @@ def test_safetensors_library_reads_ours(tmp_path, dtype):
     """The safetensors library reads tensors and metadata of our files bit for bit."""
     tensors = some_tensors(dtype)
     write(tmp_path / "w.safetensors", tensors, {"format": "pt"})
-    found = safetensors.torch.load_file(tmp_path / "w.safetensors")
+    loaded = safetensors.torch.load_file(tmp_path / "w.safetensors")
     expected = state_dict(tensors)
-    assert found.keys() == expected.keys()
+    assert loaded.keys() == expected.keys()
     for name in expected:
-        assert found[name].shape == expected[name].shape
-        assert torch.equal(bytes_of(found[name]), bytes_of(expected[name]))
+        assert loaded[name].shape == expected[name].shape
+        assert torch.equal(bytes_of(loaded[name]), bytes_of(expected[name]))
     with safetensors.safe_open(tmp_path / "w.safetensors", "numpy") as file:
         assert file.metadata()["format"] == "pt"
         assert all(same_array(file.get_tensor(name), tensor) for name, tensor in tensors.items())
@@ -322,9 +322,9 @@ def test_numpy_reads_our_npz(tmp_path, dtype):
     """NumPy reads names, in order, and bytes of our npz files."""
     tensors = some_tensors(dtype)
     write(tmp_path / "w.npz", tensors)
-    with np.load(tmp_path / "w.npz") as found:
-        assert list(found) == list(tensors)
-        assert all(found[name].tobytes() == tensor.tobytes() for name, tensor in tensors.items())
+    with np.load(tmp_path / "w.npz") as archive:
+        assert list(archive) == list(tensors)
+        assert all(archive[name].tobytes() == tensor.tobytes() for name, tensor in tensors.items())
 
 
 def test_flax_slashes_are_read_as_dots(tmp_path):
@@ -357,11 +357,11 @@ def test_fortran_and_big_endian_npz_are_read(tmp_path):
         big=array.astype(">f4"),
         both=array.astype(">f4").T,
     )
-    found = read_tensors(tmp_path / "w.npz")
+    tensors = read_tensors(tmp_path / "w.npz")
     assert same_tensors(
-        found, {"fortran": array, "big": array, "both": np.ascontiguousarray(array.T)}
+        tensors, {"fortran": array, "big": array, "both": np.ascontiguousarray(array.T)}
     )
-    assert all(tensor.flags.c_contiguous for tensor in found.values())
+    assert all(tensor.flags.c_contiguous for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -379,14 +379,14 @@ def test_torch_reads_our_files(tmp_path, dtype, mmap):
     """torch.load reads our files, also with mmap, with equal names, dtypes, shapes and bytes."""
     tensors = some_tensors(dtype)
     write(tmp_path / "w.pt", tensors, {"a": "b"})
-    found = torch.load(tmp_path / "w.pt", weights_only=True, mmap=mmap)
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True, mmap=mmap)
     expected = state_dict(tensors)
-    assert list(found) == list(expected)
-    assert all(tensor.dtype == expected[name].dtype for name, tensor in found.items())
-    assert all(tensor.shape == expected[name].shape for name, tensor in found.items())
+    assert list(loaded) == list(expected)
+    assert all(tensor.dtype == expected[name].dtype for name, tensor in loaded.items())
+    assert all(tensor.shape == expected[name].shape for name, tensor in loaded.items())
     assert all(
         bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()) == tensors[name].tobytes()
-        for name, tensor in found.items()
+        for name, tensor in loaded.items()
         if tensor.ndim
     )
 
@@ -456,9 +456,9 @@ def test_flax_reads_our_msgpack(tmp_path, dtype):
     """Flax restores our msgpack files, with and without a target, bit for bit."""
     tensors = some_tensors(dtype)
     write(tmp_path / "w.msgpack", tensors, {"a": "b"})
-    found = flax.serialization.msgpack_restore((tmp_path / "w.msgpack").read_bytes())
-    assert found.pop("__metadata__")["a"] == "b"
-    assert same_tensors(flatten(found), tensors)
+    loaded = flax.serialization.msgpack_restore((tmp_path / "w.msgpack").read_bytes())
+    assert loaded.pop("__metadata__")["a"] == "b"
+    assert same_tensors(flatten(loaded), tensors)
     target = nested({name: np.empty_like(tensor) for name, tensor in tensors.items()})
     assert same_tensors(
         flatten(flax.serialization.from_bytes(target, (tmp_path / "w.msgpack").read_bytes())),
@@ -485,8 +485,8 @@ def test_large_arrays_are_split_as_in_flax(tmp_path, monkeypatch):
     write(tmp_path / "ours.msgpack", tensors)
     assert same_tensors(read_tensors(tmp_path / "flax.msgpack"), tensors)
     assert same_tensors(read_tensors(tmp_path / "ours.msgpack"), tensors)
-    found = flax.serialization.msgpack_restore((tmp_path / "ours.msgpack").read_bytes())
-    assert same_array(found["a"]["b"], tensors["a.b"])
+    loaded = flax.serialization.msgpack_restore((tmp_path / "ours.msgpack").read_bytes())
+    assert same_array(loaded["a"]["b"], tensors["a.b"])
 
 
 def test_other_msgpack_values_are_listed(tmp_path):
@@ -598,9 +598,9 @@ def test_float64_orbax_is_read_without_x64(tmp_path):
     """An Orbax checkpoint of float64 is read as NumPy float64, although x64 is off in JAX."""
     with jax.enable_x64(True), ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", {"a": jnp.full(3, 1 / 3, jnp.float64)})
-    found = read_tensors(tmp_path / "checkpoint")
-    assert same_tensors(found, {"a": np.full(3, 1 / 3)})
-    assert isinstance(found["a"], np.ndarray)
+    tensors = read_tensors(tmp_path / "checkpoint")
+    assert same_tensors(tensors, {"a": np.full(3, 1 / 3)})
+    assert isinstance(tensors["a"], np.ndarray)
 
 
 def test_orbax_reads_our_checkpoints(tmp_path):
@@ -1098,12 +1098,12 @@ def test_pieces_are_not_overwritten_early(tmp_path, monkeypatch):
 
     class SlowHash:
         def __init__(self, data=b""):
-            self.found = sha256(data)
-            self.hexdigest = self.found.hexdigest
+            self.digest = sha256(data)
+            self.hexdigest = self.digest.hexdigest
 
         def update(self, piece):
             time.sleep(1e-3)
-            self.found.update(piece)
+            self.digest.update(piece)
 
     tensors = {name: np.random.default_rng(i).bytes(8 * i + 3) for i, name in enumerate("abcdef")}
     tensors = {name: np.frombuffer(data, np.uint8) for name, data in tensors.items()}
@@ -1120,10 +1120,12 @@ def test_tensor_of_a_file_is_read_lazily(tmp_path):
     write(tmp_path / "w.npz", some_tensors())
     with open_tensors(tmp_path / "w.npz") as file:
         late = {name: file.tensor(name) for name in file.infos}
-        assert {name: (each.shape, each.dtype) for name, each in late.items()} == {
+        assert {name: (tensor.shape, tensor.dtype) for name, tensor in late.items()} == {
             name: info[:2] for name, info in file.infos.items()
         }
-        assert same_tensors({name: np.asarray(each) for name, each in late.items()}, some_tensors())
+        assert same_tensors(
+            {name: np.asarray(tensor) for name, tensor in late.items()}, some_tensors()
+        )
     with pytest.raises(ValueError, match="before the file is closed"):
         np.asarray(next(iter(late.values())))
 
@@ -2088,7 +2090,7 @@ def seeds(folder, suffix):
         write(folder / "w.safetensors", tensors, max_shard_bytes=20).rename(folder / "w.index.json")
         return [(folder / "w.index.json").read_bytes()]
     write(path, tensors, {"spec": "x"})
-    found = [path.read_bytes()]
+    contents = [path.read_bytes()]
     if suffix == ".npz":
         np.savez_compressed(path, **tensors)
     elif suffix == ".pt":
@@ -2103,7 +2105,7 @@ def seeds(folder, suffix):
         path.write_bytes(
             flax.serialization.msgpack_serialize({"a": {"b": np.ones(3), "c": 1, "d": ["x"]}})
         )
-    return [*found, path.read_bytes()]
+    return [*contents, path.read_bytes()]
 
 
 def damaged(data, rng):

@@ -63,11 +63,11 @@ def any_blocks(kind, *shape):
         return raw, gguf.quants.dequantize(raw, KINDS[kind])
 
 
-def is_same(found, expected):
+def is_same(actual, expected):
     return (
-        found.dtype == expected.dtype
-        and found.shape == expected.shape
-        and found.tobytes() == expected.tobytes()
+        actual.dtype == expected.dtype
+        and actual.shape == expected.shape
+        and actual.tobytes() == expected.tobytes()
     )
 
 
@@ -103,10 +103,12 @@ def test_quantization_error_is_below_a_step(tmp_path, kind):
     """Values that the gguf package quantized are read to within one quantization step."""
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     with open_tensors(write_gguf(tmp_path / "w.gguf", {"x": x}, {"x": kind})) as file:
-        found = file.read("x")
-    assert is_same(found, gguf.quants.dequantize(gguf.quants.quantize(x, KINDS[kind]), KINDS[kind]))
+        values = file.read("x")
+    assert is_same(
+        values, gguf.quants.dequantize(gguf.quants.quantize(x, KINDS[kind]), KINDS[kind])
+    )
     step = 2 * np.abs(x).max() / (2 ** int(kind[1]) - 1)  # for a block that spans all values
-    assert 0 < np.abs(found - x).max() <= step
+    assert 0 < np.abs(values - x).max() <= step
 
 
 def test_dequantization_memory_is_bounded(tmp_path):
@@ -115,12 +117,12 @@ def test_dequantization_memory_is_bounded(tmp_path):
     path = write_gguf(tmp_path / "w.gguf", {"x": raw}, {"x": "Q4_K"})
     with open_tensors(path) as file:
         tracemalloc.start()
-        found = file.read("x")
+        actual = file.read("x")
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert is_same(found, expected)
+    assert is_same(actual, expected)
     assert (
-        peak < found.nbytes + 32 * VALUES_AT_ONCE
+        peak < actual.nbytes + 32 * VALUES_AT_ONCE
     )  # a few float32 arrays for the blocks that are read at once
 
 
@@ -196,12 +198,12 @@ def model(request, tmp_path):
         "output.weight": np.ones((4, 64), np.float32),
     }
     plain = {}
-    for i, each in enumerate(weights):
+    for i, weight in enumerate(weights):
         tensors |= {
             f"blk.{i}.{name}": x
-            for name, x in from_canonical(each, SPEC, LAYOUTS["gguf.LLaMA"]).items()
+            for name, x in from_canonical(weight, SPEC, LAYOUTS["gguf.LLaMA"]).items()
         }
-        llama = from_canonical(each, SPEC, LAYOUTS["transformers.LLaMA"]).items()
+        llama = from_canonical(weight, SPEC, LAYOUTS["transformers.LLaMA"]).items()
         plain |= {f"{TO_PREFIX.format(i=i)}.{name}": x for name, x in llama}
     kinds = {
         name: "Q8_0" if "attn_v" in name else kind
@@ -220,13 +222,13 @@ def model(request, tmp_path):
 
 def test_quantized_layer_loads_as_float32(model):
     """A layer of Q4_0 and Q8_0 tensors loads as float32, with the gguf package's values."""
-    found, spec = load(model.path, "gguf.LLaMA", prefix="blk.1")
+    weights, spec = load(model.path, "gguf.LLaMA", prefix="blk.1")
     assert spec == SPEC
     name = "blk.1.attn_v.weight"  # its rows are in canonical order
     expected = gguf.quants.dequantize(
         gguf.quants.quantize(model.tensors[name], KINDS.Q8_0), KINDS.Q8_0
     )
-    assert is_same(found["v_proj.weight"], expected)
+    assert is_same(weights["v_proj.weight"], expected)
 
 
 def test_inspect_names_quantized_types(model, capsys):
@@ -236,9 +238,9 @@ def test_inspect_names_quantized_types(model, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "blk.{i}.attn_q.weight 64 x 64 Q4_0, read as float32 2" in out
     assert "blk.{i}.attn_v.weight 32 x 64 Q8_0, read as float32 2" in out
-    told = json.loads(report.read_text())["tensors"]
-    assert told["token_embd.weight"] == {"shape": [4, 64], "dtype": "float32"}
-    assert told["blk.0.attn_k.weight"] == {
+    tensors = json.loads(report.read_text())["tensors"]
+    assert tensors["token_embd.weight"] == {"shape": [4, 64], "dtype": "float32"}
+    assert tensors["blk.0.attn_k.weight"] == {
         "shape": [32, 64],
         "dtype": "float32",
         "quantized": "Q4_0",
@@ -309,13 +311,13 @@ def test_verify_reports_quantized_weights(model, is_first, capsys):
     assert (
         main([*arguments, "--prefix", other_prefix, "--rope-theta", "500", "--num-heads", "4"]) == 1
     )
-    told = capsys.readouterr()
-    assert f"{one} and {other} do NOT hold the same attention in all 2 layers" in told.out
-    assert "blk.0" in told.out
-    assert "differ first at q" in told.out
+    printed = capsys.readouterr()
+    assert f"{one} and {other} do NOT hold the same attention in all 2 layers" in printed.out
+    assert "blk.0" in printed.out
+    assert "differ first at q" in printed.out
     kinds = ", ".join(sorted({*model.kinds.values()}))
     assert (
         f"warning: {model.path} is quantized ({kinds}): its dequantized weights are compared\n"
-        in told.err
+        in printed.err
     )
-    assert "Traceback" not in told.err
+    assert "Traceback" not in printed.err

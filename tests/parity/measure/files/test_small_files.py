@@ -39,8 +39,8 @@ FROM_OUTSIDE = (
     "../here/model",
 )
 FROM_INSIDE = (".", "./", "./.", "sub/..", "../model")
-SPELLINGS = [("here", each) for each in FROM_OUTSIDE] + [
-    ("here/model", each) for each in FROM_INSIDE
+SPELLINGS = [("here", spelling) for spelling in FROM_OUTSIDE] + [
+    ("here/model", spelling) for spelling in FROM_INSIDE
 ]
 
 

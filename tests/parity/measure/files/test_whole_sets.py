@@ -71,8 +71,8 @@ def test_full_disk_leaves_no_partial_set(layer, tmp_path, monkeypatch, capsys, c
 def test_partly_moved_set_is_undone(tmp_path, monkeypatch, count):
     """If one of seven moves fails, both folders of a set, one behind a link, are restored."""
     folder, other = tmp_path / "written", tmp_path / "other"
-    for each in (folder, other):
-        each.mkdir()
+    for directory in (folder, other):
+        directory.mkdir()
     (folder / "a").write_bytes(b"old a")
     (other / "c").write_bytes(b"old c")
     (folder / "c").symlink_to(other / "c")

@@ -77,8 +77,8 @@ def test_licenses_are_included():
 def test_largest_visible_score(name, logit):
     """The largest score that is not masked is 1087.7 in one case and 76174.1 in the other."""
     stages = run_steps(reference.steps(make_problem(CASES[name], "float32"), "float64"))
-    seen = abs(stages["scores"][~stages["mask"]]).max()
-    assert seen == pytest.approx(logit, abs=0.05)  # printed to one decimal
+    largest = abs(stages["scores"][~stages["mask"]]).max()
+    assert largest == pytest.approx(logit, abs=0.05)  # printed to one decimal
 
 
 def test_unknown_trained_layer_raises():

@@ -41,8 +41,8 @@ def rejected(spec, ranks):
 
 
 def heads(ranks, rank, spec):
-    each = spec.num_heads // ranks
-    return slice(rank * each, (rank + 1) * each)
+    heads_of_rank = spec.num_heads // ranks
+    return slice(rank * heads_of_rank, (rank + 1) * heads_of_rank)
 
 
 def shards_of(weights, spec, ranks):
@@ -123,9 +123,9 @@ def test_shard_round_trip_is_exact(spec, ranks, dtype):
     """
     weights = {name: weight.astype(dtype) for name, weight in random_weights(spec).items()}
     parts = shards_of(weights, spec, ranks)
-    for held, own in parts:
-        check_weights(held, own)
-    assert_bits_equal(unshard([held for held, _ in parts], spec, ShardPlan(ranks)), weights)
+    for share, own in parts:
+        check_weights(share, own)
+    assert_bits_equal(unshard([share for share, _ in parts], spec, ShardPlan(ranks)), weights)
     if ranks == 1:
         assert parts[0][1] == spec
         assert_bits_equal(parts[0][0], weights)
@@ -136,7 +136,7 @@ def test_shard_of_layer_with_all_features():
     spec of 2 of 8 heads, and no output bias.
     """
     weights = random_weights(EVERYTHING)
-    held, own = shard(weights, EVERYTHING, ShardPlan(4), 1)
+    share, own = shard(weights, EVERYTHING, ShardPlan(4), 1)
     assert (own.num_heads, own.num_kv_heads, own.out_bias) == (2, 1, False)
     assert replace(own, num_heads=8, num_kv_heads=4, out_bias=True) == EVERYTHING
     query, key = slice(2, 4), slice(1, 2)
@@ -152,13 +152,13 @@ def test_shard_of_layer_with_all_features():
         "sinks": weights["sinks"][query],
         "relative_bias": weights["relative_bias"][:, query],
     }
-    assert_bits_equal(held, expected)
+    assert_bits_equal(share, expected)
 
 
 def test_shard_of_layer_with_latents():
     """Rank 3 of 4 has whole latent projections, and the expected rows of those per head."""
     weights = random_weights(LATENT)
-    held, own = shard(weights, LATENT, ShardPlan(4), 3)
+    share, own = shard(weights, LATENT, ShardPlan(4), 3)
     assert own == replace(LATENT, num_heads=2, num_kv_heads=2, out_bias=False)
     copied = ("q_a_proj.weight", "q_a_proj.bias", "kv_a_proj.weight", "kv_a_proj.bias")
     expected = {
@@ -170,7 +170,7 @@ def test_shard_of_layer_with_latents():
         "out_proj.weight": weights["out_proj.weight"][:, 36:],
         "gate_proj.weight": weights["gate_proj.weight"][36:],
     }
-    assert_bits_equal(held, {name: expected[name] for name in own.weight_shapes})
+    assert_bits_equal(share, {name: expected[name] for name in own.weight_shapes})
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_key_value_heads_of_each_rank(num_heads, num_kv_heads, ranks, expected):
         np.arange(num_kv_heads, dtype=np.float32), 2
     )  # each head's number
     parts = shards_of(weights, spec, ranks)
-    assert [list(map(int, held["v_proj.bias"][::2])) for held, _ in parts] == expected
-    assert_bits_equal(unshard([held for held, _ in parts], spec, ShardPlan(ranks)), weights)
+    assert [list(map(int, share["v_proj.bias"][::2])) for share, _ in parts] == expected
+    assert_bits_equal(unshard([share for share, _ in parts], spec, ShardPlan(ranks)), weights)
     x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     whole = torch_output(x, weights, spec)
     total = sum(torch_output(x, *part) for part in parts)
@@ -213,11 +213,11 @@ def test_out_proj_bias_is_on_first_rank():
     """Only the first rank has the output bias; with it on both ranks the output does not match."""
     problem = make_problem(CASES["full"], "float64")
     parts = shards_of(problem.weights, problem.spec, 2)
-    assert [OUT_BIAS in held for held, _ in parts] == [True, False]
+    assert [OUT_BIAS in share for share, _ in parts] == [True, False]
     assert parts[0][0][OUT_BIAS].tobytes() == problem.weights[OUT_BIAS].tobytes()
     twice = [
-        (held | {OUT_BIAS: problem.weights[OUT_BIAS]}, replace(own, out_bias=True))
-        for held, own in parts
+        (share | {OUT_BIAS: problem.weights[OUT_BIAS]}, replace(own, out_bias=True))
+        for share, own in parts
     ]
     with pytest.raises(AssertionError, match="output"):
         parity.assert_parity(
@@ -228,7 +228,7 @@ def test_out_proj_bias_is_on_first_rank():
 def test_swapped_shards_raise():
     """Shards with replicated heads in the wrong order raise an error."""
     spec = AttentionSpec(16, 8, num_kv_heads=2, out_bias=False)
-    parts = [held for held, _ in shards_of(random_weights(spec), spec, 4)]
+    parts = [share for share, _ in shards_of(random_weights(spec), spec, 4)]
     with rejects("k_proj.weight", "different values on rank 0"):
         unshard([parts[rank] for rank in (0, 2, 1, 3)], spec, ShardPlan(4))
 
@@ -236,7 +236,7 @@ def test_swapped_shards_raise():
 @pytest.mark.parametrize("name", ["kv_a_proj.weight", "q_a_norm.weight"])
 def test_different_copies_raise(name):
     """Replicated latent weights that differ between ranks raise an error."""
-    parts = [held for held, _ in shards_of(random_weights(LATENT), LATENT, 2)]
+    parts = [share for share, _ in shards_of(random_weights(LATENT), LATENT, 2)]
     parts[0][name].flat[-1] += 1.0
     with rejects(name, "different values on rank 0"):
         unshard(parts, LATENT, ShardPlan(2))
@@ -252,16 +252,16 @@ def test_context_ranks_have_equal_weights(spec):
     """
     weights, plan = random_weights(spec), ShardPlan(2, context=3)
     parts = [shard(weights, spec, plan, rank) for rank in range(plan.num_ranks)]
-    for rank, (held, own) in enumerate(parts):
+    for rank, (share, own) in enumerate(parts):
         alike, same = shard(weights, spec, ShardPlan(2), rank % 2)
         assert own == same
-        assert_bits_equal(held, alike)
-    held = [held for held, _ in parts]
-    assert_bits_equal(unshard(held, spec, plan), weights)
-    name = next(iter(held[4]))
-    held[4][name].flat[0] += 1.0
+        assert_bits_equal(share, alike)
+    share = [shares for shares, _ in parts]
+    assert_bits_equal(unshard(share, spec, plan), weights)
+    name = next(iter(share[4]))
+    share[4][name].flat[0] += 1.0
     with rejects(name):
-        unshard(held, spec, plan)
+        unshard(share, spec, plan)
 
 
 def test_context_divides_any_layer():
@@ -269,9 +269,9 @@ def test_context_divides_any_layer():
     spec = AttentionSpec(16, 4, qk_norm=Norm(over="width"), alibi=Alibi())
     weights = random_weights(spec)
     for rank in range(2):
-        held, own = shard(weights, spec, ShardPlan(1, context=2), rank)
+        share, own = shard(weights, spec, ShardPlan(1, context=2), rank)
         assert own == spec
-        assert_bits_equal(held, weights)
+        assert_bits_equal(share, weights)
 
 
 def test_stages_of_tokens_are_joined():
@@ -287,14 +287,14 @@ def test_stages_of_tokens_are_joined():
     }
     parts = []
     for rank in range(plan.num_ranks):
-        tokens, held = slice(rank // 2 * 3, rank // 2 * 3 + 3), local_heads(case.spec, plan, rank)
-        own = {name: part_of(name, x, case.spec, held) for name, x in whole.items()}
+        tokens, heads = slice(rank // 2 * 3, rank // 2 * 3 + 3), local_heads(case.spec, plan, rank)
+        own = {name: part_of(name, x, case.spec, heads) for name, x in whole.items()}
         parts.append(
             {name: x[:, tokens] if x.ndim == 3 else x[:, :, tokens] for name, x in own.items()}
         )
-    found = parity.unshard_stages(parts, case.spec, plan, summed=True)
-    assert found.keys() == whole.keys()
-    assert_bits_equal(found, whole)
+    joined = parity.unshard_stages(parts, case.spec, plan, summed=True)
+    assert joined.keys() == whole.keys()
+    assert_bits_equal(joined, whole)
     with rejects("shards", "3 of them and tensor=2 and context=2"):
         parity.unshard_stages(parts[:3], case.spec, plan)
     with rejects("stages", stages="cache.keys"):
@@ -334,13 +334,13 @@ def test_layer_not_computed_alone_raises(spec, input_error):
     weights = random_weights(spec)
     with input_error:
         shard(weights, spec, ShardPlan(4), 0)
-    held, own = shard(weights, spec, ShardPlan(1), 0)
+    share, own = shard(weights, spec, ShardPlan(1), 0)
     assert own == spec
-    assert_bits_equal(held, weights)
+    assert_bits_equal(share, weights)
     parts = [shard(weights, spec, ShardPlan(4), rank, alone=False) for rank in range(4)]
-    for held, own in parts:
-        check_weights(held, own)
-    assert_bits_equal(unshard([held for held, _ in parts], spec, ShardPlan(4)), weights)
+    for share, own in parts:
+        check_weights(share, own)
+    assert_bits_equal(unshard([share for share, _ in parts], spec, ShardPlan(4)), weights)
 
 
 def test_width_norm_weights_follow_heads():
@@ -348,12 +348,14 @@ def test_width_norm_weights_follow_heads():
     spec = replace(GROUPED, qk_norm=OF_WIDTH)
     weights = random_weights(spec)
     for rank, key in enumerate((0, 0, 1, 1)):
-        held, own = shard(weights, spec, ShardPlan(4), rank, alone=False)
+        share, own = shard(weights, spec, ShardPlan(4), rank, alone=False)
         assert (own.num_heads, own.num_kv_heads, own.qk_norm) == (2, 1, OF_WIDTH)
         for leaf in ("weight", "bias"):
             whole = {name: weights[f"{name}_norm.{leaf}"] for name in "qk"}
-            assert held[f"q_norm.{leaf}"].tobytes() == whole["q"][rank * 8 : rank * 8 + 8].tobytes()
-            assert held[f"k_norm.{leaf}"].tobytes() == whole["k"][key * 4 : key * 4 + 4].tobytes()
+            assert (
+                share[f"q_norm.{leaf}"].tobytes() == whole["q"][rank * 8 : rank * 8 + 8].tobytes()
+            )
+            assert share[f"k_norm.{leaf}"].tobytes() == whole["k"][key * 4 : key * 4 + 4].tobytes()
 
 
 @pytest.mark.parametrize("name", ["norm-width", "alibi"])
@@ -365,8 +367,8 @@ def test_stages_of_width_norms_are_joined(name):
         name: whole[name]
         for name in ("mask", "q", "k", "v", "scores", "attn_weights", "context", "output")
     }
-    held = [local_heads(case.spec, plan, rank) for rank in range(2)]
-    parts = [{name: part_of(name, x, case.spec, own) for name, x in whole.items()} for own in held]
+    heads = [local_heads(case.spec, plan, rank) for rank in range(2)]
+    parts = [{name: part_of(name, x, case.spec, own) for name, x in whole.items()} for own in heads]
     assert_bits_equal(parity.unshard_stages(parts, case.spec, plan, summed=True), whole)
 
 
@@ -374,7 +376,7 @@ def test_invalid_shard_input_raises():
     """Invalid plans, ranks, shapes, and missing, swapped or mixed shards raise errors."""
     spec = AttentionSpec(8, 4)
     weights, plan = random_weights(spec), ShardPlan(2)
-    parts = [held for held, _ in shards_of(weights, spec, 2)]
+    parts = [share for share, _ in shards_of(weights, spec, 2)]
     for value, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with rejects("tensor", tensor=value).of(error):
             ShardPlan(value)
@@ -410,12 +412,12 @@ def test_shard_with_whole_spec_raises(rng):
     spec = AttentionSpec(
         32, 8, num_kv_heads=4, head_dim=8, rope=Rope(), qkv_bias=False, out_bias=False
     )
-    held, own = shard(random_weights(spec), spec, ShardPlan(2), 0)
-    held = {name: parity.to_torch(weight) for name, weight in held.items()}
+    share, own = shard(random_weights(spec), spec, ShardPlan(2), 0)
+    share = {name: parity.to_torch(weight) for name, weight in share.items()}
     x = torch.from_numpy(rng.standard_normal((1, 4, 32)).astype(np.float32))
     with rejects("q_proj.weight", {"q_proj.weight.shape": (32, 32)}):
-        mha_torch.multi_head_attention(x, held, spec)
-    project = mha_torch.project_with(held, own)
+        mha_torch.multi_head_attention(x, share, spec)
+    project = mha_torch.project_with(share, own)
     assert [x.shape[1] for x in mha_torch.project_qkv(project, x, x, x, own)] == [4, 2, 2]
     with rejects("q_proj", "32 features"):
         mha_torch.project_qkv(project, x, x, x, spec)

@@ -161,13 +161,15 @@ def test_layers_convert_independently(tmp_path):
         prefix=PREFIX,
         **HEADS,
     )
-    found = read_tensors(tmp_path / "b.npz")
+    converted = read_tensors(tmp_path / "b.npz")
     assert done.layers == [PREFIX.format(i=number) for number in numbers]
     assert done.source == "transformers.LLaMA"
     assert undetermined_fields(done.spec) == HEADS
     for number in numbers:
         begin = f"{PREFIX.format(i=number)}."
-        layer = {name.removeprefix(begin): x for name, x in found.items() if name.startswith(begin)}
+        layer = {
+            name.removeprefix(begin): x for name, x in converted.items() if name.startswith(begin)
+        }
         assert bits_of(layer) == bits_of(
             from_canonical(random_weights(GQA, seed=number), GQA, LAYOUTS["meta.LLaMA"])
         )
@@ -185,10 +187,10 @@ def test_other_tensors_keep_bits_and_order(tmp_path):
         prefix=PREFIX,
         **HEADS,
     )
-    found = read_tensors(tmp_path / "b.npz")
-    assert bits_of(rest(found)) == bits_of(rest(tensors))
+    converted = read_tensors(tmp_path / "b.npz")
+    assert bits_of(rest(converted)) == bits_of(rest(tensors))
     assert (done.copied, done.dropped) == (list(rest(tensors)), [])
-    steps = [[name.partition("self_attn")[0] for name in these] for these in (found, tensors)]
+    steps = [[name.partition("self_attn")[0] for name in these] for these in (converted, tensors)]
     assert list(dict.fromkeys(steps[0])) == list(dict.fromkeys(steps[1]))
 
 
@@ -245,14 +247,14 @@ def test_prefix_numbers_keep_their_order(tmp_path):
         to_prefix=to_prefix,
         num_heads=4,
     )
-    found = read_tensors(tmp_path / "b.npz")
-    assert found.keys() == {
+    converted = read_tensors(tmp_path / "b.npz")
+    assert converted.keys() == {
         f"{p}.W_{w}.{leaf}"
         for p in ("s0.l12", "s1.l0")
         for w in "qkvo"
         for leaf in ("weight", "bias")
     }
-    assert (found["s0.l12.W_k.weight"] == tensors["stack.0.layer.12.k_proj.weight"]).all()
+    assert (converted["s0.l12.W_k.weight"] == tensors["stack.0.layer.12.k_proj.weight"]).all()
 
 
 @pytest.mark.parametrize("to_prefix", ["layers.{i}.{i}", "{i}.layers.{i}.{i}"])
@@ -590,17 +592,17 @@ def test_force_replaces_the_target(tmp_path):
 
 def test_on_tensor_receives_each_name_once(tmp_path):
     """on_tensor is called once with each tensor's name, in the order of the written file."""
-    source, seen = write_tensor_file(tmp_path / "a.npz", checkpoint()), []
+    source, names = write_tensor_file(tmp_path / "a.npz", checkpoint()), []
     convert_file(
         source,
         tmp_path / "b.npz",
         source="transformers.LLaMA",
         target="W_q",
         prefix=PREFIX,
-        on_tensor=seen.append,
+        on_tensor=names.append,
         **HEADS,
     )
-    assert seen == list(read_tensors(tmp_path / "b.npz"))
+    assert names == list(read_tensors(tmp_path / "b.npz"))
 
 
 MEMORY = """
@@ -673,16 +675,16 @@ def test_saved_layer_loads_unchanged(tmp_path, suffix, layout, prefix):
     path = tmp_path / f"layer.{suffix}"
     weights = {name: any_bits(x.shape, len(name)) for name, x in random_weights(GQA).items()}
     save(path, weights, GQA, layout, prefix=prefix)
-    found, spec = load(path)
-    assert same_bits(found, weights)
+    loaded, spec = load(path)
+    assert same_bits(loaded, weights)
     assert spec == GQA
 
 
 def test_one_of_many_layers_loads(tmp_path):
     """A prefix with a number loads layer 14, not layer 4, bit for bit."""
     path = write_tensor_file(tmp_path / "a.npz", checkpoint((4, 14)))
-    found, spec = load(path, "transformers.LLaMA", prefix=PREFIX.format(i=14), **HEADS)
-    assert same_bits(found, random_weights(GQA, seed=14))
+    weights, spec = load(path, "transformers.LLaMA", prefix=PREFIX.format(i=14), **HEADS)
+    assert same_bits(weights, random_weights(GQA, seed=14))
     assert undetermined_fields(spec) == HEADS
 
 
@@ -711,9 +713,9 @@ def test_module_is_saved_with_its_spec(tmp_path):
     spec = replace(GQA, fused_qkv=True)
     module = mha_torch.MultiHeadAttention(spec)
     save(tmp_path / "a.npz", module)
-    found, found_spec = load(tmp_path / "a.npz")
-    assert same_bits(found, weights_of(module))
-    assert found_spec == spec
+    weights, loaded_spec = load(tmp_path / "a.npz")
+    assert same_bits(weights, weights_of(module))
+    assert loaded_spec == spec
     with rejects("the module", "rope=Rope(theta=500.0) and rope=None"):
         save(tmp_path / "b.npz", module, replace(GQA, rope=None))
     with rejects_type("spec", spec=None):
@@ -724,12 +726,12 @@ def test_module_is_saved_with_its_spec(tmp_path):
 def test_torch_weights_convert_and_save(tmp_path):
     """bfloat16 weights of torch.nn.MultiheadAttention convert, save and load bit for bit."""
     layer = torch.nn.MultiheadAttention(16, 4).bfloat16()
-    found = convert(
+    converted = convert(
         layer.state_dict(), source="torch.nn.MultiheadAttention", target="canonical", num_heads=4
     )
-    assert same_bits(found, weights_of(layer))
-    save(tmp_path / "a.npz", {name: to_jax(x) for name, x in found.items()}, spec_of(layer))
-    assert same_bits(load(tmp_path / "a.npz")[0], found)
+    assert same_bits(converted, weights_of(layer))
+    save(tmp_path / "a.npz", {name: to_jax(x) for name, x in converted.items()}, spec_of(layer))
+    assert same_bits(load(tmp_path / "a.npz")[0], converted)
 
 
 @pytest.mark.costly("converts and runs a whole model")
@@ -778,23 +780,23 @@ def test_is_finite_detects_nan_and_infinity(dtype, sign):
 # ---- Layers in a file ----------------------------------------------------------------------------
 
 
-def found_in(path, **heads):
+def layers_by_layout(path, **heads):
     with Checkpoint.open(path) as checkpoint:
-        return {(found.layout, found.prefix): found for found in find_layers(checkpoint, **heads)}
+        return {(layer.layout, layer.prefix): layer for layer in find_layers(checkpoint, **heads)}
 
 
 def test_layers_are_found_with_their_layout(tmp_path):
     """Layers of two models in a file are found with layout, prefix, number, heads and dtype."""
     bert = checkpoint((0, 1), MHA, "transformers.BERT", prefix="bert.encoder.layer.{i}.attention")
-    found = found_in(
+    layers = layers_by_layout(
         write_tensor_file(tmp_path / "a.npz", bert | checkpoint((5, 16, 17), dtype="bfloat16")),
         num_heads=4,
     )
-    llama = found["transformers.LLaMA", PREFIX]
+    llama = layers["transformers.LLaMA", PREFIX]
     assert (llama.layers, llama.heads, llama.dtype) == (3, "4 x 6, key/value 2", "bfloat16")
-    other = found["transformers.BERT", "bert.encoder.layer.{i}.attention"]
+    other = layers["transformers.BERT", "bert.encoder.layer.{i}.attention"]
     assert (other.layers, other.heads, other.dtype) == (2, "4 x 4, key/value 4", "float32")
-    assert {prefix for _, prefix in found} == {PREFIX, "bert.encoder.layer.{i}.attention"}
+    assert {prefix for _, prefix in layers} == {PREFIX, "bert.encoder.layer.{i}.attention"}
 
 
 def test_layer_dtype_ignores_other_tensors(tmp_path):
@@ -805,14 +807,14 @@ def test_layer_dtype_ignores_other_tensors(tmp_path):
         f"blk.0.{name}": x
         for name, x in from_canonical(weights, GQA, LAYOUTS["gguf.LLaMA"]).items()
     }
-    found = found_in(write_tensor_file(tmp_path / "a.npz", tensors), **HEADS)
-    assert found["gguf.LLaMA", "blk.{i}"].dtype == "float16"
+    layers = layers_by_layout(write_tensor_file(tmp_path / "a.npz", tensors), **HEADS)
+    assert layers["gguf.LLaMA", "blk.{i}"].dtype == "float16"
 
 
 def test_unknown_heads_are_reported(tmp_path):
     """find_layers reports an error about the heads of a layer if no hints are given."""
-    found = found_in(write_tensor_file(tmp_path / "a.npz", checkpoint()))
-    assert rejects("the heads").is_printed_in(found["transformers.LLaMA", PREFIX].heads)
+    layers = layers_by_layout(write_tensor_file(tmp_path / "a.npz", checkpoint()))
+    assert rejects("the heads").is_printed_in(layers["transformers.LLaMA", PREFIX].heads)
 
 
 def test_unsuitable_heads_are_reported(tmp_path):
@@ -821,17 +823,18 @@ def test_unsuitable_heads_are_reported(tmp_path):
         tmp_path / "a.npz",
         checkpoint() | checkpoint((0,), MHA, "transformers.BERT", prefix="bert.{i}"),
     )
-    found = found_in(path, num_heads=5)
+    layers = layers_by_layout(path, num_heads=5)
     input_error = rejects("the heads", num_heads=5)
-    assert all(input_error.is_printed_in(each.heads) for each in found.values())
+    assert all(input_error.is_printed_in(layer.heads) for layer in layers.values())
     assert not any(
-        rejects("…").is_printed_in(each.heads) for each in found_in(path, num_heads=4).values()
+        rejects("…").is_printed_in(layer.heads)
+        for layer in layers_by_layout(path, num_heads=4).values()
     )
 
 
 def test_file_without_layers_has_none(tmp_path):
     """find_layers returns nothing for a file without attention layers."""
-    assert found_in(write_tensor_file(tmp_path / "a.npz", rest(checkpoint()))) == {}
+    assert layers_by_layout(write_tensor_file(tmp_path / "a.npz", rest(checkpoint()))) == {}
 
 
 def test_layers_are_grouped_by_heads(tmp_path):
@@ -839,12 +842,12 @@ def test_layers_are_grouped_by_heads(tmp_path):
     other = AttentionSpec(10, 4, num_kv_heads=1, head_dim=5, d_in=7)
     path = write_tensor_file(tmp_path / "a.npz", checkpoint((0, 1, 2)) | checkpoint((3,), other))
     with Checkpoint.open(path) as opened:
-        found = [
+        layers = [
             (f.layers, f.heads)
             for f in find_layers(opened, num_heads=4)
             if f.layout == "transformers.LLaMA"
         ]
-    assert found == [(3, "4 x 6, key/value 2"), (1, "4 x 5, key/value 1")]
+    assert layers == [(3, "4 x 6, key/value 2"), (1, "4 x 5, key/value 1")]
 
 
 def test_saved_inputs_survive_a_round_trip(tmp_path):
@@ -860,7 +863,7 @@ def test_saved_inputs_survive_a_round_trip(tmp_path):
 def test_layer_without_a_prefix_is_found(tmp_path):
     """A saved layer without a prefix is found as one canonical layer."""
     save(tmp_path / "a.npz", random_weights(GQA), GQA)
-    assert found_in(tmp_path / "a.npz")["canonical", ""].layers == 1
+    assert layers_by_layout(tmp_path / "a.npz")["canonical", ""].layers == 1
 
 
 # ---- The same attention --------------------------------------------------------------------------
@@ -1002,9 +1005,11 @@ def smollm2(tmp_path):
 def test_trained_gguf_layer_loads_exactly(smollm2):
     """A trained layer, permuted as by llama.cpp, loads as its half-split weights, bit for bit."""
     path, weights, spec = smollm2
-    found, found_spec = load(path, "gguf.LLaMA", prefix="blk.7", **undetermined_fields(spec))
-    assert same_bits(found, weights)
-    assert all(comparison.passed for comparison in verify(found, found_spec, weights, found_spec))
+    loaded, loaded_spec = load(path, "gguf.LLaMA", prefix="blk.7", **undetermined_fields(spec))
+    assert same_bits(loaded, weights)
+    assert all(
+        comparison.passed for comparison in verify(loaded, loaded_spec, weights, loaded_spec)
+    )
 
 
 @pytest.mark.parametrize(
@@ -1025,8 +1030,8 @@ def test_unread_gguf_rope_warns(tmp_path, change, words):
     """RoPE settings of a GGUF file that are not read warn, and the spec has no RoPE."""
     spec = gguf_layer(tmp_path / "layer.gguf", "llama", change)
     with pytest.warns(IgnoredSettingsWarning, match=f"GGUF sets {words}"):
-        _, found = load(tmp_path / "layer.gguf", "gguf.LLaMA", prefix="blk.0")
-    assert found == spec
+        _, loaded_spec = load(tmp_path / "layer.gguf", "gguf.LLaMA", prefix="blk.0")
+    assert loaded_spec == spec
 
 
 def gguf_layer(path, family, change):
@@ -1064,20 +1069,20 @@ UNREAD = {
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "llama"])
 @pytest.mark.parametrize("words", UNREAD)
 @pytest.mark.parametrize(
-    "said", [{}, {"num_heads": 4}, {"rope": Rope(500.0)}], ids=["", "heads", "RoPE"]
+    "hints", [{}, {"num_heads": 4}, {"rope": Rope(500.0)}], ids=["", "heads", "RoPE"]
 )
-def test_unread_gguf_attention_warns(words, family, said, tmp_path):
+def test_unread_gguf_attention_warns(words, family, hints, tmp_path):
     """Attention settings of a GGUF file that are not read warn, unless spec= is passed."""
     spec = gguf_layer(tmp_path / "layer.gguf", family, UNREAD[words])
     with pytest.warns(
         IgnoredSettingsWarning, match=f"GGUF sets {re.escape(words)}, .*accepts a complete spec="
     ) as caught:
-        _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0", **said)
+        _, loaded_spec = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0", **hints)
     assert "RoPE is left out" not in str(caught[0].message)
-    assert found == replace(spec, rope=Rope(500.0))
+    assert loaded_spec == replace(spec, rope=Rope(500.0))
     with warnings.catch_warnings(action="error"):
-        _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0", spec=spec)
-    assert found == spec
+        _, loaded_spec = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0", spec=spec)
+    assert loaded_spec == spec
 
 
 def test_window_in_llama_gguf_model_raises(tmp_path):
@@ -1126,9 +1131,9 @@ def test_gguf_rope_sections_warn(tmp_path):
         IgnoredSettingsWarning,
         match=r"GGUF sets rope\.dimension_sections=a list of 4, .*: RoPE is left out",
     ) as on:
-        _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
+        _, loaded_spec = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
     assert "complete spec" not in str(on[0].message)
-    assert found.rope is None
+    assert loaded_spec.rope is None
 
 
 def test_gguf_sinks_are_rejected(tmp_path):
@@ -1161,9 +1166,9 @@ def test_gguf_file_is_converted(smollm2, tmp_path):
 def test_gguf_metadata_supply_head_sizes(smollm2, tmp_path):
     """Heads and RoPE of a layer in a GGUF file are read from its metadata."""
     path, weights, spec = smollm2
-    found, found_spec = load(path, "gguf.LLaMA", prefix="blk.7")
-    assert same_bits(found, weights)
-    assert undetermined_fields(found_spec) == undetermined_fields(spec)
+    loaded, loaded_spec = load(path, "gguf.LLaMA", prefix="blk.7")
+    assert same_bits(loaded, weights)
+    assert undetermined_fields(loaded_spec) == undetermined_fields(spec)
 
 
 def test_misread_trained_gguf_fails_at_q(smollm2, tmp_path):

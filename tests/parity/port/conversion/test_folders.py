@@ -89,14 +89,14 @@ def folder(request, tmp_path_factory):
 def test_folder_layers_match_released_model(folder):
     """Layers of a folder have the configured specs and the outputs of the released layers."""
     path, name, model, released = folder
-    found = {layer.path: (weights, spec) for _, layer, weights, spec in layers_in(path)}
+    by_path = {layer.path: (weights, spec) for _, layer, weights, spec in layers_in(path)}
     layers = [layer for layer in specs_of(path) if layer.spec is not None]
-    assert found.keys() == {layer.path for layer in layers}
-    seen, done_by_jax = {}, set()
+    assert by_path.keys() == {layer.path for layer in layers}
+    checked, done_by_jax = {}, set()
     for layer, (x, kv, output) in zip(layers, run_released(released, model, layers), strict=True):
-        weights, spec = found[layer.path]
-        seen[layer.part, layer.index] = weights, spec, x
-        kv = kv if layer.kv_source is None else heads_of(*seen[layer.part, layer.kv_source])
+        weights, spec = by_path[layer.path]
+        checked[layer.part, layer.index] = weights, spec, x
+        kv = kv if layer.kv_source is None else heads_of(*checked[layer.part, layer.kv_source])
         assert spec == layer.spec
         check_siblings(layer, weights, x, kv, output, ["torch"], model.inputs)
         # PyTorch checks all files, and test_models_whole covers all options of layers: for each
@@ -147,12 +147,12 @@ def check_siblings(layer, weights, x, kv, output, names, inputs):
     for name in names:
         sibling = SIBLINGS[name]
         module = load_into(UNFILLED[name](spec), weights, spec)
-        given = {"is_causal": layer.is_causal}
+        options = {"is_causal": layer.is_causal}
         if spec.rope is not None and spec.rope.sections:
-            given["positions"] = sibling.array(positions)
+            options["positions"] = sibling.array(positions)
         of_keys = kv if isinstance(kv, tuple) else [] if kv is None else [kv]
-        keys = [sibling.array(each.float().numpy()) for each in of_keys]
-        result = CALL[name](module, sibling.array(x.float().numpy()), *keys, **given)
+        keys = [sibling.array(tensor.float().numpy()) for tensor in of_keys]
+        result = CALL[name](module, sibling.array(x.float().numpy()), *keys, **options)
         result = sibling.numpy(result)
         check_near(
             result, output.reshape(result.shape).float().numpy(), f"{layer.path} of {name}", NEAR
@@ -210,16 +210,19 @@ def test_gemma4_omits_values_equal_to_keys(tmp_path):
     spec = AttentionSpec(8, 2, num_kv_heads=1, qkv_bias=False, out_bias=False)
     weights = random_weights(spec)
     alike = weights | {"v_proj.weight": weights["k_proj.weight"]}
-    for each, has_values in ((weights, True), (alike, False)):
-        found = convert(each, source="canonical", target="transformers.Gemma4", num_heads=2)
-        assert ("v_proj.weight" in found) == has_values
+    for weights_of_layer, has_values in ((weights, True), (alike, False)):
+        converted = convert(
+            weights_of_layer, source="canonical", target="transformers.Gemma4", num_heads=2
+        )
+        assert ("v_proj.weight" in converted) == has_values
         assert same_tensors(
-            convert(found, source="transformers.Gemma4", target="canonical", spec=spec), each
+            convert(converted, source="transformers.Gemma4", target="canonical", spec=spec),
+            weights_of_layer,
         )
     stack = {
         f"layers.{i}.self_attn.{name}": x
-        for i, each in enumerate((weights, alike))
-        for name, x in each.items()
+        for i, weights_of_layer in enumerate((weights, alike))
+        for name, x in weights_of_layer.items()
     }
     save_file(stack, tmp_path / "layers.safetensors")
     for to, names in (
@@ -296,7 +299,9 @@ def test_model_agrees_with_its_own_modules(name, tmp_path):
     assert not report.skipped_cases
     assert report.status == 0
     count = sum(layer.spec is not None for layer in specs_of(tmp_path))
-    own = [each.case for each in report.comparisons if each.backend == "transformers"]
+    own = [
+        comparison.case for comparison in report.comparisons if comparison.backend == "transformers"
+    ]
     # Relative biases, for example, show in a further case of the first layer.
     further = [line.partition(":")[0] for line in report.exercised]
     assert len([case for case in own if case not in further]) == count
@@ -321,17 +326,17 @@ def test_shared_kv_comes_from_source_layer(name, tmp_path):
 
     report = run_model(tmp_path, ["torch"], against="transformers", seq_len=9, on_compared=keep)
     assert not report.failed
-    assert {each.case for each in report.skipped_cases} == {
+    assert {skipped_case.case for skipped_case in report.skipped_cases} == {
         f"layer-{layer.index}-causal" for layer in layers if layer.kv_source is not None
     }
     assert report.status == 2
-    found = {model.index: (weights, spec) for _, model, weights, spec in layers_in(tmp_path)}
+    by_index = {model.index: (weights, spec) for _, model, weights, spec in layers_in(tmp_path)}
     for layer in layers:
         problem = received[f"layer-{layer.index}-causal"]
         if layer.kv_source is None:
             assert "k" not in problem.inputs
             continue
-        weights, spec = found[layer.kv_source]
+        weights, spec = by_index[layer.kv_source]
         source = make_problem(
             replace(problem.case, name=f"{problem.case.name}-source", spec=spec), "float32", weights
         )
@@ -363,8 +368,8 @@ def test_unused_projections_are_kept(tmp_path):
     assert {*unused} <= {*done.copied}
     with open_layers(tmp_path / "c.safetensors") as canonical:
         assert all(
-            same_tensors(layer.load()[0], each)
-            for layer, (_, _, each, _) in zip(canonical, before, strict=True)
+            same_tensors(layer.load()[0], prefix)
+            for layer, (_, _, prefix, _) in zip(canonical, before, strict=True)
         )
 
 
@@ -373,9 +378,11 @@ def test_encoder_and_decoder_layers_run(tmp_path):
     saved("t5", tmp_path)
     report = run_model(tmp_path, ["torch"], against="transformers")
     assert not report.failed
-    kinds = {each.case.rpartition("-")[2] for each in report.comparisons}
+    kinds = {comparison.case.rpartition("-")[2] for comparison in report.comparisons}
     assert kinds == {"full", "causal", "decode", "cross"}
-    assert {each.case for each in report.comparisons if each.backend == "transformers"} >= {
+    assert {
+        comparison.case for comparison in report.comparisons if comparison.backend == "transformers"
+    } >= {
         "encoder.block.0.layer.0.SelfAttention-full",
         "decoder.block.0.layer.0.SelfAttention-causal",
     }
@@ -388,9 +395,9 @@ def test_live_module_equals_saved_layer(name, tmp_path):
     _, released = saved(name, tmp_path)
     for label, layer, weights, spec in layers_in(tmp_path):
         module = released.get_submodule(label)
-        found, held = from_transformers(module, released.config, layer.index)
-        assert found == spec
-        assert same_tensors(held, weights)
+        loaded, loaded_spec = from_transformers(module, released.config, layer.index)
+        assert loaded == spec
+        assert same_tensors(loaded_spec, weights)
         assert from_transformers(module, tmp_path, layer.index)[0] == spec
         with rejects_type("layer_idx", layer_idx=True):
             from_transformers(module, released.config, True)
@@ -415,7 +422,7 @@ def llama(tmp_path_factory):
     return folder
 
 
-def said(capsys, *arguments, status=0):
+def printed_by(capsys, *arguments, status=0):
     """Run a command and return its output."""
     assert main(list(map(str, arguments))) == status
     captured = capsys.readouterr()
@@ -425,24 +432,24 @@ def said(capsys, *arguments, status=0):
 def test_run_selects_layers_of_a_model(gemma, capsys, tmp_path):
     """`run --layers 1,4-5` runs the six cases of three layers; missing layers exit with 2."""
     report = tmp_path / "r.json"
-    out = said(
+    out = printed_by(
         capsys,
         *("run", "--model", gemma, "--backends", "torch", "--layers", "1,4-5"),
         *("--against", "transformers", "--json", report),
     )
     assert "torch and transformers agree with the float64 reference: 6 cases" in out
     results = json.loads(report.read_text())["results"]
-    assert {each["case"] for each in results} == {
+    assert {result["case"] for result in results} == {
         f"layer-{n}-{how}" for n in (1, 4, 5) for how in ("causal", "decode")
     }
-    out = said(capsys, "run", "--model", gemma, "--layers", "9", status=2)
+    out = printed_by(capsys, "run", "--model", gemma, "--layers", "9", status=2)
     assert rejects("--layers", {"--layers": [9]}).is_printed_in(out)
     assert str([0, 1, 2, 3, 4, 5]) in out
     assert "--layers" in error_line(capsys, "run", "--model", gemma, "--layers", "3-1")
-    out = said(capsys, "run", "--layers", "1", status=2)
+    out = printed_by(capsys, "run", "--layers", "1", status=2)
     assert Misuse("--layers requires --model").is_printed_in(out)
     assert Misuse("--model cannot be combined with --cases").is_printed_in(
-        said(capsys, "run", "--model", gemma, "--cases", "all", status=2)
+        printed_by(capsys, "run", "--model", gemma, "--cases", "all", status=2)
     )
 
 
@@ -456,29 +463,29 @@ def test_wrong_layer_of_a_model_is_found(gemma, capsys, tmp_path):
     (tmp_path / "b").mkdir()
     save_file(tensors, tmp_path / "b" / "model.safetensors")
     (tmp_path / "b" / "config.json").write_text((gemma / "config.json").read_text())
-    out = said(capsys, "compare", gemma, tmp_path / "b", status=1)
+    out = printed_by(capsys, "compare", gemma, tmp_path / "b", status=1)
     assert "layers.4.self_attn and layers.4.self_attn differ first at q" in out
     assert "do NOT hold the same attention in all 6 layers: 5 the same, bit for bit" in " ".join(
         out.split()
     )
-    out = said(capsys, "diagnose", gemma, tmp_path / "b", status=1)
+    out = printed_by(capsys, "diagnose", gemma, tmp_path / "b", status=1)
     assert "layers.4.self_attn and layers.4.self_attn are the first of 6 layers that differ" in out
 
 
 def test_rope_loss_raises_or_is_dropped(gemma, llama, capsys, tmp_path):
     """Without `--drop rope`, `convert` to Flax NNX exits with 2; verify reports the drop."""
     target = tmp_path / "a.safetensors"
-    out = said(capsys, "convert", llama, target, "--to", "flax.nnx", status=2)
+    out = printed_by(capsys, "convert", llama, target, "--to", "flax.nnx", status=2)
     assert "weights in flax.nnx" in out
     assert rejects("…", rope=Rope(theta=10000.0), remedy={"--drop": "rope"}).is_printed_in(out)
     assert not target.exists()
-    said(capsys, "convert", llama, target, "--to", "flax.nnx", "--drop", "rope")
-    out = said(capsys, "compare", llama, target, status=2)
+    printed_by(capsys, "convert", llama, target, "--to", "flax.nnx", "--drop", "rope")
+    out = printed_by(capsys, "compare", llama, target, status=2)
     assert "hold the same weights in all 2 layers: 2 the same, bit for bit" in out
     assert f"not compared: rope (left out when {target} was written)" in out
-    out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "meta.LLaMA", status=2)
+    out = printed_by(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "meta.LLaMA", status=2)
     assert rejects("the layer", {"qk_norm": ..., "window_size": 4}).is_printed_in(out)
-    out = said(
+    out = printed_by(
         capsys,
         "convert",
         gemma,
@@ -502,25 +509,25 @@ def test_every_loss_is_listed_at_once(capsys, tmp_path):
     """ModernBERT has RoPE in each layer, and windows in some; the printed command accepts both."""
     saved("modernbert", tmp_path / "model folder")
     target = tmp_path / "a.safetensors"
-    for given in ((), ("--drop=rope",), ("--drop", "window_size")):
-        out = said(
+    for drops in ((), ("--drop=rope",), ("--drop", "window_size")):
+        out = printed_by(
             capsys,
             "convert",
             tmp_path / "model folder",
             target,
             "--to",
             "flax.linen",
-            *given,
+            *drops,
             status=2,
         )
         lost = {"rope": ..., "window_size": ...}
-        lost = {name: value for name, value in lost.items() if name not in "".join(given)}
+        lost = {name: value for name, value in lost.items() if name not in "".join(drops)}
         assert rejects("the layer", lost).is_printed_in(out)
         command = accepted(out)
         assert {*command[command.index("--drop") + 1].split(",")} == {"rope", "window_size"}
         assert command.count("--drop") == 1
     assert not target.exists()
-    said(capsys, *command)
+    printed_by(capsys, *command)
     assert target.exists()
 
 
@@ -535,7 +542,7 @@ def test_losses_and_biases_are_both_listed(llama, capsys, tmp_path):
         [Written(spec, but_for=())], LAYOUTS["transformers.GPT2"], ["rope"], fill_bias=True
     )
     parity.save(tmp_path / "w.npz", weights, spec)
-    out = said(
+    out = printed_by(
         capsys,
         "convert",
         tmp_path / "w.npz",
@@ -544,29 +551,31 @@ def test_losses_and_biases_are_both_listed(llama, capsys, tmp_path):
         "transformers.GPT2",
         status=2,
     )
-    said(capsys, *accepted(out))
+    printed_by(capsys, *accepted(out))
     assert (tmp_path / "g.npz").exists()
 
 
 def test_unnamed_weights_cannot_be_dropped(capsys, tmp_path):
     """gpt-oss's sinks cannot be dropped: the error lists layouts that hold them, and one works."""
     saved("gpt_oss", tmp_path / "model")
-    out = said(
+    out = printed_by(
         capsys, "convert", tmp_path / "model", tmp_path / "a.npz", "--to", "flax.nnx", status=2
     )
     assert rejects("the layer", "['sinks']", hint="canonical, ").is_printed_in(out)
     assert all(name in out for name in ("rope.scaling", "window_size"))
     assert "--drop" not in out
-    said(capsys, "convert", tmp_path / "model", tmp_path / "a.npz", "--to", "canonical")
+    printed_by(capsys, "convert", tmp_path / "model", tmp_path / "a.npz", "--to", "canonical")
 
 
 def test_norms_raise_or_are_dropped(capsys, tmp_path):
     """Qwen3's norms convert to Meta's layout only with `--drop qk_norm`; latents never to Phi's."""
     saved("qwen3", tmp_path / "model")
     target = tmp_path / "m.safetensors"
-    out = said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", status=2)
+    out = printed_by(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", status=2)
     assert rejects("the layer", {"qk_norm": ...}, remedy={"--drop": "qk_norm"}).is_printed_in(out)
-    said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", "--drop", "qk_norm")
+    printed_by(
+        capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", "--drop", "qk_norm"
+    )
     with open_layers(tmp_path / "model") as before, open_layers(target) as after:
         for one, other in zip(before, after, strict=True):
             weights, spec = one.load()
@@ -576,10 +585,10 @@ def test_norms_raise_or_are_dropped(capsys, tmp_path):
                 other.load()[0], {name: x for name, x in weights.items() if "norm" not in name}
             )
     assert not any("norm" in name for name in load_file(target) if "self_attn" in name)
-    out = said(capsys, "compare", tmp_path / "model", target, status=2)
+    out = printed_by(capsys, "compare", tmp_path / "model", target, status=2)
     assert rejects("the layers", "qk_norm=Norm(").is_printed_in(out)
     saved("deepseek_v3", tmp_path / "latents")
-    out = said(
+    out = printed_by(
         capsys,
         "convert",
         tmp_path / "latents",
@@ -604,12 +613,14 @@ def test_latent_factors_are_rejected(capsys, tmp_path):
         "--to-prefix",
         "params.decoder.moe_layers_{i}.self_attention",
     )
-    said(capsys, "convert", tmp_path / "deepseek_v3", tmp_path / "m.npz", *to)
-    out = said(capsys, "compare", tmp_path / "deepseek_v3", tmp_path / "m.npz")
+    printed_by(capsys, "convert", tmp_path / "deepseek_v3", tmp_path / "m.npz", *to)
+    out = printed_by(capsys, "compare", tmp_path / "deepseek_v3", tmp_path / "m.npz")
     assert "in all 2 layers: 2 the same, bit for bit" in " ".join(out.split())
-    out = said(capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", *to, status=2)
+    out = printed_by(
+        capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", *to, status=2
+    )
     assert rejects("…", {"latent.factors": ...}).is_printed_in(out)
-    out = said(
+    out = printed_by(
         capsys,
         "convert",
         tmp_path / "longcat_flash",
@@ -630,14 +641,14 @@ def test_rope_scaling_is_not_lost_silently(llama, capsys, tmp_path):
     config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     (folder / "config.json").write_text(json.dumps(config))
     target = tmp_path / "m.safetensors"
-    out = said(capsys, "convert", folder, target, "--to", "meta.LLaMA", status=2)
+    out = printed_by(capsys, "convert", folder, target, "--to", "meta.LLaMA", status=2)
     scaling = {"rope.scaling": LinearScaling(4.0)}
     assert rejects("…", scaling, remedy={"--drop": "rope.scaling"}).is_printed_in(out)
-    said(capsys, "convert", folder, target, "--to", "meta.LLaMA", "--drop", "rope.scaling")
+    printed_by(capsys, "convert", folder, target, "--to", "meta.LLaMA", "--drop", "rope.scaling")
     with open_layers(target) as layers:
         assert layers[0].spec.rope == replace(specs_of(folder)[0].spec.rope, scaling=None)
         assert layers[0].dropped == ("rope.scaling",)
-    out = said(capsys, "compare", folder, target, status=2)
+    out = printed_by(capsys, "compare", folder, target, status=2)
     assert "bit for bit" in out
     assert f"not compared: rope.scaling (left out when {target} was written)" in out
 
@@ -655,11 +666,21 @@ def test_biases_are_added_on_request(llama, capsys, tmp_path):
     np.savez(folder / "model.npz", **tensors)
     (folder / "config.json").write_text(json.dumps(config))
     target = tmp_path / "g.safetensors"
-    told = ("convert", folder / "model.npz", target, "--to", "transformers.GPT2", "--drop", "rope")
+    arguments = (
+        "convert",
+        folder / "model.npz",
+        target,
+        "--to",
+        "transformers.GPT2",
+        "--drop",
+        "rope",
+    )
     fill = rejects("the layer", qkv_bias=False, remedy={"--fill-bias": True})
-    assert fill.is_printed_in(said(capsys, *told, status=2))
-    assert rejects("…", rope=...).is_printed_in(said(capsys, *told[:-2], "--fill-bias", status=2))
-    said(capsys, *told, "--fill-bias")
+    assert fill.is_printed_in(printed_by(capsys, *arguments, status=2))
+    assert rejects("…", rope=...).is_printed_in(
+        printed_by(capsys, *arguments[:-2], "--fill-bias", status=2)
+    )
+    printed_by(capsys, *arguments, "--fill-bias")
     written = load_file(target)
     assert not written["layers.0.self_attn.c_attn.bias"].any()
     assert written["layers.0.self_attn.c_attn.weight"].any()
@@ -676,11 +697,11 @@ def test_biases_are_added_on_request(llama, capsys, tmp_path):
 def test_missing_key_bias_needs_fill_bias(target, got, capsys, tmp_path):
     """Whisper's keys lack a bias: they are packed only with `--fill-bias`, which adds zeros."""
     saved("whisper", tmp_path / "model")
-    told = ("convert", tmp_path / "model", tmp_path / "p.safetensors", "--to", target)
-    out = said(capsys, *told, status=2)
+    arguments = ("convert", tmp_path / "model", tmp_path / "p.safetensors", "--to", target)
+    out = printed_by(capsys, *arguments, status=2)
     assert rejects("the layer", got, remedy={"--fill-bias": True}).is_printed_in(out)
     assert "--fill-bias adds zero biases" in out
-    said(capsys, *told, "--fill-bias")
+    printed_by(capsys, *arguments, "--fill-bias")
     with (
         open_layers(tmp_path / "model") as before,
         open_layers(tmp_path / "p.safetensors") as after,
@@ -693,7 +714,9 @@ def test_missing_key_bias_needs_fill_bias(target, got, capsys, tmp_path):
 
 def test_fill_bias_is_not_always_suggested(gemma, capsys, tmp_path):
     """`--fill-bias` is not suggested for Gemma, whose grouped heads GPT-2's layout cannot hold."""
-    out = said(capsys, "convert", gemma, tmp_path / "g.npz", "--to", "transformers.GPT2", status=2)
+    out = printed_by(
+        capsys, "convert", gemma, tmp_path / "g.npz", "--to", "transformers.GPT2", status=2
+    )
     assert rejects("the layer", num_heads=4, num_kv_heads=2).is_printed_in(out)
     assert "--fill-bias" not in out
 
@@ -705,7 +728,7 @@ def test_inspect_lists_equal_layers_once(tmp_path, capsys):
     transformers.LlamaModel(config).save_pretrained(folder, max_shard_size="30KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     (folder / "config.json").unlink()
-    out = said(capsys, "inspect", folder, "--num-heads", "4")
+    out = printed_by(capsys, "inspect", folder, "--num-heads", "4")
     assert [
         line.split()[:3] for line in out.splitlines() if line.startswith(" layers.{i}.self_attn ")
     ] == [["layers.{i}.self_attn", "12", "transformers.LLaMA"]]
@@ -714,14 +737,16 @@ def test_inspect_lists_equal_layers_once(tmp_path, capsys):
 def test_shards_are_found_by_target_name(llama, capsys, tmp_path):
     """`compare` finds shards by the name passed to `convert`, which wrote an index instead."""
     target = tmp_path / "s.safetensors"
-    out = said(capsys, "convert", llama, target, "--to", "mha_jax", "--max-shard-gib", "0.00001")
+    out = printed_by(
+        capsys, "convert", llama, target, "--to", "mha_jax", "--max-shard-gib", "0.00001"
+    )
     assert f"wrote {target}.index.json" in out
-    assert "bit for bit" in said(capsys, "compare", llama, target)
+    assert "bit for bit" in printed_by(capsys, "compare", llama, target)
 
 
 def test_inspect_explains_misfit_layers(llama, capsys, tmp_path):
     """`inspect` shows missing tensors or wrong shapes if config.json has other biases or heads."""
-    told = json.loads((llama / "config.json").read_text())
+    config = json.loads((llama / "config.json").read_text())
     for name, changes, why in (
         ("biases", {"attention_bias": True}, "missing"),
         (
@@ -731,8 +756,8 @@ def test_inspect_explains_misfit_layers(llama, capsys, tmp_path):
         ),
     ):
         shutil.copytree(llama, tmp_path / name)
-        (tmp_path / name / "config.json").write_text(json.dumps(told | changes))
-        out = " ".join(said(capsys, "inspect", tmp_path / name).split())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | changes))
+        out = " ".join(printed_by(capsys, "inspect", tmp_path / name).split())
         assert rejects("…layers.{i}.self_attn 2 transformers.LLaMA tensors", why).is_printed_in(out)
 
 
@@ -740,18 +765,18 @@ def test_inspect_explains_misfit_layers(llama, capsys, tmp_path):
 def test_quantized_safetensors_raise(llama, capsys, tmp_path, name):
     """Scales of quantized weights make convert and run exit with 2; `inspect` suggests GGUF."""
     more = {
-        f"layers.{i}.self_attn.{each}_proj.{name}": np.ones((1, 1), np.float32)
+        f"layers.{i}.self_attn.{letter}_proj.{name}": np.ones((1, 1), np.float32)
         for i in (0, 1)
-        for each in "qkvo"
+        for letter in "qkvo"
     }
     folder = with_tensors(llama, tmp_path / "quantized", more)
     for command in (
         ("convert", folder, tmp_path / "c.npz", "--to", "canonical"),
         ("run", "--model", folder),
     ):
-        assert "quantized" in said(capsys, *command, status=2)
+        assert "quantized" in printed_by(capsys, *command, status=2)
     assert "quantized weights are read only from GGUF" in " ".join(
-        said(capsys, "inspect", folder).split()
+        printed_by(capsys, "inspect", folder).split()
     )
 
 
@@ -759,23 +784,23 @@ def test_unusable_config_is_explained(llama, capsys, tmp_path):
     """Errors name an unknown model_type, a missing config.json or a truncated one as the cause."""
     command = ("convert", tmp_path / "m", tmp_path / "c.npz", "--to", "canonical")
     shutil.copytree(llama, tmp_path / "m")
-    told = json.loads((llama / "config.json").read_text())
+    config = json.loads((llama / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(
-        json.dumps(told | {"model_type": "unseen", "rope_parameters": None})
+        json.dumps(config | {"model_type": "unseen", "rope_parameters": None})
     )
-    assert "model_type 'unseen'" in said(capsys, *command, status=2)
+    assert "model_type 'unseen'" in printed_by(capsys, *command, status=2)
     (tmp_path / "m" / "config.json").unlink()
-    assert "no config.json" in said(capsys, *command, status=2)
-    assert "config.json" in said(capsys, "spec", tmp_path / "m", status=2)
+    assert "no config.json" in printed_by(capsys, *command, status=2)
+    assert "config.json" in printed_by(capsys, "spec", tmp_path / "m", status=2)
     (tmp_path / "m" / "config.json").write_text("{")
     cut = rejects(str(tmp_path / "m" / "config.json"))
-    assert cut.is_printed_in(said(capsys, "spec", tmp_path / "m", status=2))
+    assert cut.is_printed_in(printed_by(capsys, "spec", tmp_path / "m", status=2))
 
 
 def test_output_folder_is_not_created(llama, capsys, tmp_path):
     """`convert` to a folder that does not exist exits with 2 and writes nothing."""
     for target in (f"{tmp_path}/new/", tmp_path / "new"):
-        out = said(capsys, "convert", llama, target, "--to", "canonical", status=2)
+        out = printed_by(capsys, "convert", llama, target, "--to", "canonical", status=2)
         assert rejects(str(target)).is_printed_in(out)
     assert not list(tmp_path.iterdir())
 
@@ -783,22 +808,31 @@ def test_output_folder_is_not_created(llama, capsys, tmp_path):
 def test_existing_folder_receives_weights(llama, capsys, tmp_path):
     """`convert` to an existing folder writes weights that `compare` finds equal, bit for bit."""
     (tmp_path / "there").mkdir()
-    said(capsys, "convert", llama, tmp_path / "there", "--to", "canonical")
-    assert "bit for bit" in said(capsys, "compare", llama, tmp_path / "there")
+    printed_by(capsys, "convert", llama, tmp_path / "there", "--to", "canonical")
+    assert "bit for bit" in printed_by(capsys, "compare", llama, tmp_path / "there")
 
 
 def test_one_from_applies_to_unlabeled_file(llama, capsys, tmp_path):
     """A single `--from` applies to the file without metadata; RoPE must still be specified."""
-    said(capsys, "convert", llama, tmp_path / "j.safetensors", "--to", "mha_jax")
+    printed_by(capsys, "convert", llama, tmp_path / "j.safetensors", "--to", "mha_jax")
     bare = tmp_path / "bare.safetensors"
     bare.write_bytes((llama / "model.safetensors").read_bytes())
-    told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", "4")
-    out = said(capsys, "compare", bare, tmp_path / "j.safetensors", *told, status=2)
+    options = (
+        "--from",
+        "transformers.LLaMA",
+        "--prefix",
+        "layers.{i}.self_attn",
+        "--num-heads",
+        "4",
+    )
+    out = printed_by(capsys, "compare", bare, tmp_path / "j.safetensors", *options, status=2)
     assert (
         "rope=None and Rope(theta=10000.0); --rope-theta 10000, or rope=Rope(10000), sets it for "
         "the other" in out
     )
-    out = said(capsys, "compare", bare, tmp_path / "j.safetensors", *told, "--rope-theta", "1e4")
+    out = printed_by(
+        capsys, "compare", bare, tmp_path / "j.safetensors", *options, "--rope-theta", "1e4"
+    )
     assert "bit for bit" in out
 
 
@@ -813,14 +847,14 @@ def test_one_from_applies_to_unlabeled_file(llama, capsys, tmp_path):
 )
 def test_unknown_layout_suggests_nearest(name, nearest, capsys):
     """The error for an unknown layout suggests the nearest one."""
-    out = said(capsys, "inspect", name, status=2)
+    out = printed_by(capsys, "inspect", name, status=2)
     assert rejects("layout", layout=name, hint=nearest).is_printed_in(out)
 
 
 def test_inspect_shows_long_prefixes_whole(llama, capsys, tmp_path, monkeypatch):
     """`inspect` shows a prefix of 84 characters whole in 100 and 160 columns."""
     prefix = "a_model_of_some_length.with_a_decoder_of_layers.layers.{i}.self_attention_of_a_layer"
-    said(
+    printed_by(
         capsys,
         "convert",
         llama,
@@ -834,17 +868,19 @@ def test_inspect_shows_long_prefixes_whole(llama, capsys, tmp_path, monkeypatch)
     )
     for width in (100, 160):
         monkeypatch.setenv("COLUMNS", str(width))
-        assert prefix in said(capsys, "inspect", tmp_path / "p.npz")
+        assert prefix in printed_by(capsys, "inspect", tmp_path / "p.npz")
 
 
 def test_other_layer_types_are_not_converted(capsys, tmp_path):
     """`convert` writes the one attention layer of Qwen3-Next, bit for bit, and skips the others."""
     saved("qwen3_next", tmp_path / "model")
-    out = said(
+    out = printed_by(
         capsys, "convert", tmp_path / "model", tmp_path / "c.safetensors", "--to", "canonical"
     )
     assert out.startswith("converted 1 attention layer ")
-    assert "bit for bit" in said(capsys, "compare", tmp_path / "model", tmp_path / "c.safetensors")
+    assert "bit for bit" in printed_by(
+        capsys, "compare", tmp_path / "model", tmp_path / "c.safetensors"
+    )
 
 
 TEXT_PART = {**SMALL, "num_key_value_heads": 2, "rope_parameters": SECTIONS}
@@ -876,13 +912,13 @@ def test_unknown_model_parts_are_reported(name, tmp_path, capsys):
     kind(transformers.AutoConfig.for_model(name, **options)).save_pretrained(tmp_path / "m")
     count = 4 if name == "clip" else 2
     why = "warning: vision_config is not read: model_type 'qwen2_vl_vision' is not covered"
-    for told in (
+    for hints in (
         ("inspect", tmp_path / "m"),
         ("convert", tmp_path / "m", tmp_path / "c.safetensors", "--to", "canonical"),
     ):
         capsys.readouterr()
-        assert (why in " ".join(said(capsys, *told).split())) == (name == "qwen2_vl"), told
-    out = said(
+        assert (why in " ".join(printed_by(capsys, *hints).split())) == (name == "qwen2_vl"), hints
+    out = printed_by(
         capsys,
         "run",
         "--model",
@@ -923,15 +959,19 @@ def test_extra_layers_are_not_converted(llama, capsys, tmp_path):
             "layers.0.self_attn",
             "layers.1.self_attn",
         ]
-    out = said(capsys, "convert", folder, tmp_path / "c.safetensors", "--to", "canonical")
+    out = printed_by(capsys, "convert", folder, tmp_path / "c.safetensors", "--to", "canonical")
     assert out.startswith("converted 2 attention layers ")
-    out = said(capsys, "compare", folder, tmp_path / "c.safetensors", status=2)
+    out = printed_by(capsys, "compare", folder, tmp_path / "c.safetensors", status=2)
     assert "not compared: layers.{i}.self_attn" in out
     layers = ("--prefix", "layers.{i}.self_attn")
-    assert "bit for bit" in said(capsys, "compare", folder, tmp_path / "c.safetensors", *layers)
-    out = said(capsys, "run", "--model", folder, "--backends", "torch", "--quiet", status=2)
+    assert "bit for bit" in printed_by(
+        capsys, "compare", folder, tmp_path / "c.safetensors", *layers
+    )
+    out = printed_by(capsys, "run", "--model", folder, "--backends", "torch", "--quiet", status=2)
     assert "NOT compared: layers.{i}.self_attn (not read, because the config.json" in out
-    said(capsys, "run", "--model", folder, "--backends", "torch", "--quiet", "--layers", "0,1")
+    printed_by(
+        capsys, "run", "--model", folder, "--backends", "torch", "--quiet", "--layers", "0,1"
+    )
 
 
 def test_layers_missing_in_file_are_named(llama, capsys, tmp_path):
@@ -945,22 +985,25 @@ def test_layers_missing_in_file_are_named(llama, capsys, tmp_path):
         "missing in the file, though its configuration or its metadata requires them: "
         "layers.1.self_attn (1)"
     )
-    assert words in said(
+    assert words in printed_by(
         capsys, "convert", tmp_path / "part", tmp_path / "c.npz", "--to", "canonical"
     )
-    assert words not in said(capsys, "convert", llama, tmp_path / "d.npz", "--to", "canonical")
+    assert words not in printed_by(
+        capsys, "convert", llama, tmp_path / "d.npz", "--to", "canonical"
+    )
     words = (
         f"NOT compared: 1 layer, layers.1.self_attn (not in {tmp_path / 'part'}, although its "
         f"configuration or its metadata"
     )
-    assert words in said(
+    assert words in printed_by(
         capsys, "run", "--backends", "torch", "--model", tmp_path / "part", status=2
     )
     for command in ("compare", "diagnose"):  # they require the same number of layers
-        out = said(capsys, command, llama, tmp_path / "part", status=2)
+        out = printed_by(capsys, command, llama, tmp_path / "part", status=2)
         assert f"not compared: layers.1.self_attn (not in {tmp_path / 'part'}" in out
     assert (
-        "not compared" not in said(capsys, "run", "--backends", "torch", "--model", llama).lower()
+        "not compared"
+        not in printed_by(capsys, "run", "--backends", "torch", "--model", llama).lower()
     )
 
 
@@ -981,10 +1024,12 @@ def test_skipped_modules_are_in_every_report(llama, capsys, tmp_path):
     command = ("run", "--model", llama, "--backends", "torch", "--against", "transformers")
     reports = [word for name, path in files.items() for word in (f"--{name}", path)]
     words = "NOT compared: transformers, all 2 cases in float32 (its model cannot run it)"
-    out = said(capsys, *command, *reports, status=2)
+    out = printed_by(capsys, *command, *reports, status=2)
     assert out.splitlines()[-1].endswith(f"0 failed; {words}")
-    assert said(capsys, *command, "--quiet", status=2).splitlines()[-1] == out.splitlines()[-1]
-    out = said(capsys, *command, "--quiet", "--allow-skipped")
+    assert (
+        printed_by(capsys, *command, "--quiet", status=2).splitlines()[-1] == out.splitlines()[-1]
+    )
+    out = printed_by(capsys, *command, "--quiet", "--allow-skipped")
     assert words.replace("compared", "compared, as --allow-skipped permits") in out
     (entry,) = json.loads(files["json"].read_text())["not_compared"]
     assert entry["reason"] == "its model cannot run it"
@@ -999,7 +1044,7 @@ def test_linear_attention_layers_are_counted(capsys, tmp_path):
     """`run` reports the number of linear-attention layers, in which there is nothing to compare."""
     saved("qwen3_next", tmp_path / "model")
     capsys.readouterr()
-    out = said(capsys, "run", "--model", tmp_path / "model", "--backends", "torch", "--quiet")
+    out = printed_by(capsys, "run", "--model", tmp_path / "model", "--backends", "torch", "--quiet")
     count = sum(layer.spec is None for layer in specs_of(tmp_path / "model"))
     words = (
         f"nothing to compare in {count} layer{'s' * (count > 1)} (linear_attention is not "
@@ -1018,13 +1063,13 @@ def test_unexercised_window_is_reported(gemma, capsys, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     path = tmp_path / "r.json"
     command = ("run", "--model", folder, "--backends", "torch", "--quiet", "--json", path)
-    *_, line, _ = said(capsys, *command, "--seq-len", "9").splitlines()
+    *_, line, _ = printed_by(capsys, *command, "--seq-len", "9").splitlines()
     assert line.startswith("NOT exercised by 9 tokens: a window of 10 in layer-0, layer-1, ")
     assert "(--seq-len 11 would)" in line
     (entry,) = json.loads(path.read_text())["not_exercised"]
     assert (entry["what"], entry["num_tokens"], entry["needed"]) == ("a window of 10", 9, 11)
-    assert "NOT exercised" not in said(capsys, *command, "--seq-len", "11")
-    assert "NOT exercised" not in said(capsys, *command, "--against", "transformers")
+    assert "NOT exercised" not in printed_by(capsys, *command, "--seq-len", "11")
+    assert "NOT exercised" not in printed_by(capsys, *command, "--against", "transformers")
     report = json.loads(path.read_text())
     assert report["not_exercised"] == []
     names = ("layer-0-causal-15-tokens", "layer-0-decode-15-tokens")
@@ -1040,7 +1085,7 @@ def test_unexercised_window_is_reported(gemma, capsys, tmp_path):
 )
 def test_unusable_seq_len_raises_one_line(length, input_error, gemma, capsys):
     """A sequence length that is too small or too large exits with 2 and one line."""
-    out = said(
+    out = printed_by(
         capsys, "run", "--model", gemma, "--backends", "torch", f"--seq-len={length}", status=2
     )
     assert len(out.splitlines()) == 1
@@ -1049,7 +1094,7 @@ def test_unusable_seq_len_raises_one_line(length, input_error, gemma, capsys):
 
 def test_seq_len_requires_a_model(capsys):
     """`--seq-len` without a model or weights exits with 2."""
-    out = said(capsys, "run", "--seq-len", "12", status=2)
+    out = printed_by(capsys, "run", "--seq-len", "12", status=2)
     assert Misuse("--seq-len requires --weights or --model").is_printed_in(out)
 
 
@@ -1057,10 +1102,10 @@ def test_against_requires_a_config(llama, capsys, tmp_path):
     """Flags suffice to run weights without a config.json, but not for `--against transformers`."""
     (tmp_path / "alone").mkdir()
     shutil.copy(llama / "model.safetensors", tmp_path / "alone")
-    told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", 4)
-    command = ("run", "--backends", "torch", "--model", tmp_path / "alone", *told)
-    assert "agrees with the float64 reference" in said(capsys, *command)
-    error_line = said(capsys, *command, "--against", "transformers", status=2)
+    options = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", 4)
+    command = ("run", "--backends", "torch", "--model", tmp_path / "alone", *options)
+    assert "agrees with the float64 reference" in printed_by(capsys, *command)
+    error_line = printed_by(capsys, *command, "--against", "transformers", status=2)
     assert rejects("--against", "layers.0.self_attn").is_printed_in(error_line)
     assert "config.json" in error_line
 
@@ -1085,8 +1130,17 @@ def test_truncated_config_raises(llama, capsys, tmp_path):
     folder = with_tensors(llama, tmp_path / "cut", {})
     whole = (folder / "config.json").read_text()
     (folder / "config.json").write_text(whole[: len(whole) // 2])
-    told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", "4")
-    out = said(capsys, "convert", folder, tmp_path / "c.npz", "--to", "canonical", *told, status=2)
+    options = (
+        "--from",
+        "transformers.LLaMA",
+        "--prefix",
+        "layers.{i}.self_attn",
+        "--num-heads",
+        "4",
+    )
+    out = printed_by(
+        capsys, "convert", folder, tmp_path / "c.npz", "--to", "canonical", *options, status=2
+    )
     assert rejects(str(folder / "config.json")).is_printed_in(out)
 
 
@@ -1095,5 +1149,5 @@ def test_folder_with_weights_is_not_a_target(llama, capsys, tmp_path):
     target = tmp_path / "there"
     target.mkdir()
     (target / "model-00001-of-00002.safetensors").touch()
-    out = said(capsys, "convert", llama, target, "--to", "canonical", status=2)
+    out = printed_by(capsys, "convert", llama, target, "--to", "canonical", status=2)
     assert rejects("a folder to write into", "model-00001-of-00002.safetensors").is_printed_in(out)

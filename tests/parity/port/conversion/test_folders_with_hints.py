@@ -24,8 +24,8 @@ VISION = TEXT | {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
 
 
-def specs_in(folder, *args, **told):
-    with open_layers(folder, *args, **told) as layers:
+def specs_in(folder, *args, **hints):
+    with open_layers(folder, *args, **hints) as layers:
         return {layer.label: layer.spec for layer in layers}
 
 
@@ -64,11 +64,11 @@ def test_model_parts_have_own_head_counts(tmp_path):
     config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION)
     model = saved(transformers.CLIPModel(config), tmp_path)
     with open_layers(tmp_path) as layers:
-        found = {
+        specs = {
             (layer.label.split(".")[0], layer.spec.num_heads, layer.model.is_causal)
             for layer in layers
         }
-    assert found == {("text_model", 4, True), ("vision_model", 2, False)}
+    assert specs == {("text_model", 4, True), ("vision_model", 2, False)}
     for part, heads in (("text_model", 4), ("vision_model", 2)):
         path = f"{part}.encoder.layers.1.self_attn"
         assert (
@@ -128,9 +128,9 @@ def test_attention_is_found_in_mixed_layers(tmp_path):
     }
     config = transformers.NemotronHConfig(**GROUPED | {"num_hidden_layers": 4}, **options)
     saved(transformers.NemotronHModel(config), tmp_path)
-    found = specs_in(tmp_path)
-    assert found.keys() == {"layers.1.mixer", "layers.3.mixer"}
-    assert specs_in(tmp_path, prefix="layers.{i}.mixer") == found
+    specs = specs_in(tmp_path)
+    assert specs.keys() == {"layers.1.mixer", "layers.3.mixer"}
+    assert specs_in(tmp_path, prefix="layers.{i}.mixer") == specs
 
 
 def test_unknown_part_stays_unread(tmp_path):
@@ -173,7 +173,7 @@ def test_module_runs_with_its_model_mask(tmp_path):
     report = run_model(tmp_path, ["torch"], against="transformers")
     assert not report.failed
     assert not report.skipped_cases
-    assert {each.backend for each in report.comparisons} == {"torch", "transformers"}
+    assert {comparison.backend for comparison in report.comparisons} == {"torch", "transformers"}
 
 
 @pytest.mark.costly("a model of transformers is saved and loaded")
@@ -221,8 +221,8 @@ def test_partial_stack_raises(tmp_path):
     with rejects("a stack", "1 of them", where="layers.self_attn"):
         specs_in(tmp_path, "transformers.LLaMA", prefix="layers.self_attn")
     save_file(stacked(tensors, range(6)), path)
-    found = specs_in(tmp_path, "transformers.LLaMA", prefix="layers.self_attn")
-    assert list(found.values()) == list(whole.values())
+    specs = specs_in(tmp_path, "transformers.LLaMA", prefix="layers.self_attn")
+    assert list(specs.values()) == list(whole.values())
 
 
 def test_layers_pair_in_any_file_order(tmp_path, capsys):
@@ -276,15 +276,15 @@ def test_repeated_head_count_changes_nothing(tmp_path, own):
     assert {spec.soft_cap for spec in expected.values()} == {50.0}
     if own:
         path = converted(path, tmp_path / "own.safetensors")
-    told = {
+    hints = {
         "layout": "canonical" if own else "transformers.LLaMA",
         "prefix": "layers.{i}.self_attn",
         "num_heads": 4,
     }
-    assert specs_in(path, **told) == expected
-    found = specs_in(path, **told, rope=Rope(500.0))
-    assert {spec.rope for spec in found.values()} == {Rope(500.0)}
-    assert {spec.soft_cap for spec in found.values()} == {50.0}
+    assert specs_in(path, **hints) == expected
+    specs = specs_in(path, **hints, rope=Rope(500.0))
+    assert {spec.rope for spec in specs.values()} == {Rope(500.0)}
+    assert {spec.soft_cap for spec in specs.values()} == {50.0}
 
 
 @pytest.mark.parametrize("name", ["num_heads", "num_kv_heads", "head_dim"])
@@ -383,9 +383,9 @@ def test_invalid_config_values_raise(family, changes, argument):
 # ---- Live modules --------------------------------------------------------------------------------
 
 
-def difference(module, found, x, **kwargs):
+def difference(module, own_layer, x, **kwargs):
     """Largest difference of our layer from a module, and the module's largest value."""
-    spec, weights = found
+    spec, weights = own_layer
     ours = mha_torch.MultiHeadAttention(spec)
     load_into(ours.eval(), weights, spec)
     with torch.no_grad():
@@ -422,10 +422,10 @@ def test_gpt_neox_japanese_output_bias():
     config = transformers.GPTNeoXJapaneseConfig(**SMALL, intermediate_multiple_size=1)
     model = transformers.GPTNeoXJapaneseModel(config).eval()
     model.layers[1].attention.dense_bias.data.normal_()
-    seen = {}
+    recorded = {}
     for index in (0, 1):  # the module returns the bias, and its caller adds it
         model.layers[index].attention.register_forward_hook(
-            lambda module, args, output, index=index: seen.update(
+            lambda module, args, output, index=index: recorded.update(
                 {index: (args[0], output[0], output[2])}
             )
         )
@@ -433,12 +433,12 @@ def test_gpt_neox_japanese_output_bias():
         model(torch.arange(3, 14)[None])
     for index in (0, 1):
         spec, weights = from_transformers(model.layers[index].attention, config, index)
-        x, output, bias = seen[index]
+        x, output, bias = recorded[index]
         assert spec.out_bias == (bias is not None) == (index == 1)
         ours = load_into(mha_torch.MultiHeadAttention(spec).eval(), weights, spec)
         with torch.no_grad():
-            found = ours(x, mask=mha_torch.create_causal_mask(x.shape[1]))[0]
-        torch.testing.assert_close(found, output if bias is None else output + bias)
+            our_output = ours(x, mask=mha_torch.create_causal_mask(x.shape[1]))[0]
+        torch.testing.assert_close(our_output, output if bias is None else output + bias)
 
 
 def test_module_of_another_part_raises():

@@ -69,16 +69,16 @@ def test_caller_rope_overrides_whole_layer():
 
 
 @pytest.mark.parametrize(
-    ("said", "input_error"),
+    ("hint", "input_error"),
     [
         ({"num_heads": 8}, rejects("num_heads", "num_heads=8")),
         ({"rope": Rope(10.0, rotary_dim=2)}, rejects("rope", rope=Rope(10.0, rotary_dim=2))),
     ],
 )
-def test_hint_contradicting_layer_raises(said, input_error):
+def test_hint_contradicting_layer_raises(hint, input_error):
     """A head count or a rotary dimension that contradicts a whole layer raises an error."""
     with input_error:
-        merged(LayerHints.by(CALLER, **said), LayerHints.by(METADATA, spec=SPEC))
+        merged(LayerHints.by(CALLER, **hint), LayerHints.by(METADATA, spec=SPEC))
 
 
 def test_rope_is_added_only_if_unknown():
@@ -94,25 +94,28 @@ def test_rope_is_added_only_if_unknown():
 def test_inspect_reports_contradictions(tmp_path):
     """Layers whose metadata contradict the caller's head count are listed, each with the error."""
     specs = {"a": SPEC, "b": replace(SPEC, window_size=4)}
-    held = {
+    tensors = {
         f"{label}.{name}": x
         for label, spec in specs.items()
         for name, x in random_weights(spec).items()
     }
-    infos = {name: (x.shape, x.dtype) for name, x in held.items()}
+    infos = {name: (x.shape, x.dtype) for name, x in tensors.items()}
     write_tensors(
-        tmp_path / "a.npz", infos, held.__getitem__, metadata_of(LAYOUTS["canonical"], specs, None)
+        tmp_path / "a.npz",
+        infos,
+        tensors.__getitem__,
+        metadata_of(LAYOUTS["canonical"], specs, None),
     )
     with Checkpoint.open(tmp_path / "a.npz") as checkpoint:
-        found = {
-            each.prefix: each.heads
-            for each in find_layers(checkpoint, num_heads=8)
-            if each.layout == "canonical"
+        errors = {
+            layer.prefix: layer.heads
+            for layer in find_layers(checkpoint, num_heads=8)
+            if layer.layout == "canonical"
         }
-    assert found.keys() == {"a", "b"}
+    assert errors.keys() == {"a", "b"}
     assert all(
         rejects("num_heads", "num_heads=8").is_printed_in(f"mha-parity: {words}")
-        for words in found.values()
+        for words in errors.values()
     )
 
 

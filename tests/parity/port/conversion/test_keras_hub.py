@@ -43,15 +43,15 @@ wide = partial(plain, head_dim=16)  # wider heads than WIDTH / num_heads
 SHORT, LONG = (1.0, 1.2, 1.5, 2.0), (1.0, 2.0, 5.0, 9.0)
 
 
-def called_masked(layer, x, seen):
-    output = layer(x, attention_mask=seen)
+def called_masked(layer, x, visible):
+    output = layer(x, attention_mask=visible)
     return output[0] if isinstance(output, tuple) else output
 
 
-def called_falcon(layer, x, seen):
+def called_falcon(layer, x, visible):
     decoder = importlib.import_module("keras_hub.src.models.falcon.falcon_transformer_decoder")
     slopes = decoder.FalconTransformerDecoder(layer.num_heads, WIDTH)._build_alibi_tensor
-    return layer(x, slopes(layer.num_heads, torch.ones(x.shape[:2])), attention_mask=seen)
+    return layer(x, slopes(layer.num_heads, torch.ones(x.shape[:2])), attention_mask=visible)
 
 
 def as_layout(name, spec):
@@ -78,8 +78,8 @@ def of_neox(arrays):
 def of_t5(arrays):
     projections = {"q": "query", "k": "key", "v": "value", "out": "output"}
     weights = {
-        f"{name}_proj.weight": arrays[f"{each}_projector.kernel"].T
-        for name, each in projections.items()
+        f"{name}_proj.weight": arrays[f"{projection}_projector.kernel"].T
+        for name, projection in projections.items()
     }
     return weights | {"relative_bias": arrays["embeddings"]}
 
@@ -252,7 +252,7 @@ VOICES = {
         }
         | {"use_relative_attention_bias": True},
         of_t5,
-        lambda layer, x, seen: layer.call(x, mask=seen)[
+        lambda layer, x, visible: layer.call(x, mask=visible)[
             0
         ],  # `mask` of __call__ has a different meaning in Keras
     ),
@@ -266,8 +266,8 @@ def test_keras_hub_layer_matches_ours(name):
     voice = VOICES[name]
     layer = voice.made()
     x = np.random.default_rng(1).standard_normal((2, LENGTH, WIDTH)).astype(np.float32)
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(2, -1, -1)
-    expected = voice.call(layer, torch.from_numpy(x), seen).detach().numpy()
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(2, -1, -1)
+    expected = voice.call(layer, torch.from_numpy(x), visible).detach().numpy()
     for sibling in SIBLINGS.values():
         module = load_into(
             sibling.module("MultiHeadAttention", voice.spec), voice.weights(layer), voice.spec

@@ -102,7 +102,7 @@ def in_memory(x, order):
     return np.repeat(x, 2, axis=-1)[..., ::2] if order == "strided" else x
 
 
-def told(spec):
+def hints_of(spec):
     """Arguments that a layout's tensors may not determine."""
     return {name: getattr(spec, name) for name in (*HEADS, "rope")}
 
@@ -172,15 +172,17 @@ def test_layout_round_trip_is_exact(layout, data, dtype, seed, order, tell):
     laid_out = from_canonical(
         {name: in_memory(x, order) for name, x in weights.items()}, spec, layout
     )
-    back, found = to_canonical(laid_out, layout, **told(spec))
+    back, read_spec = to_canonical(laid_out, layout, **hints_of(spec))
 
     assert bits_of(back) == bits_of(weights)
-    assert weight_shapes(found) == weight_shapes(spec)
-    assert told(found) == told(spec)
+    assert weight_shapes(read_spec) == weight_shapes(spec)
+    assert hints_of(read_spec) == hints_of(spec)
 
-    said = {name: value for name, value in told(spec).items() if name in tell or name == "rope"}
+    hints = {
+        name: value for name, value in hints_of(spec).items() if name in tell or name == "rope"
+    }
     try:
-        back, _ = to_canonical(laid_out, layout, **said)
+        back, _ = to_canonical(laid_out, layout, **hints)
     except InputError:
         pass  # there may be more than one reading; the next test shows when there is one
     else:
@@ -192,11 +194,11 @@ def test_layout_round_trip_is_exact(layout, data, dtype, seed, order, tell):
         for name, x in from_canonical(ones, spec, layout).items()
     }
 
-    weights, found = to_canonical(
-        {name: in_memory(x, order) for name, x in tensors.items()}, layout, **told(spec)
+    weights, read_spec = to_canonical(
+        {name: in_memory(x, order) for name, x in tensors.items()}, layout, **hints_of(spec)
     )
 
-    assert bits_of(from_canonical(weights, found, layout)) == bits_of(tensors)
+    assert bits_of(from_canonical(weights, read_spec, layout)) == bits_of(tensors)
 
 
 ASK_FOR_HEAD_DIM = {
@@ -219,9 +221,9 @@ def test_one_head_size_is_enough(layout, name):
         with ASK_FOR_HEAD_DIM[layout.name]:
             to_canonical(tensors, layout, **hint)
         return
-    weights, found = to_canonical(tensors, layout, **hint)
+    weights, read_spec = to_canonical(tensors, layout, **hint)
     assert bits_of(weights) == bits_of(random_weights(spec))
-    assert told(found) == told(spec)
+    assert hints_of(read_spec) == hints_of(spec)
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["by projection", "by group"])
@@ -241,10 +243,10 @@ def test_packed_round_trip_is_exact(holds, grouped, data, rope, padded, seed):
     }
 
     laid_out = from_canonical(weights, spec, layout)
-    back, found = to_canonical(laid_out, layout, **told(spec))
+    back, read_spec = to_canonical(laid_out, layout, **hints_of(spec))
 
     assert bits_of(back) == bits_of(weights)
-    assert bits_of(from_canonical(back, found, layout)) == bits_of(laid_out)
+    assert bits_of(from_canonical(back, read_spec, layout)) == bits_of(laid_out)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +304,7 @@ def test_converted_arrays_are_copies(layout):
     spec = example(layout)
     weights = random_weights(spec)
     laid_out = from_canonical(weights, spec, layout)
-    back, _ = to_canonical(laid_out, layout, **told(spec))
+    back, _ = to_canonical(laid_out, layout, **hints_of(spec))
     assert not [
         name
         for name, x in laid_out.items()
@@ -344,8 +346,8 @@ def test_head_stack_splits_rows():
     """With one tensor per head, head n has rows 2n and 2n + 1 of the keys' weight."""
     spec = AttentionSpec(6, 3, d_in=5, out_proj=False)
     laid_out = from_canonical(numbered(spec), spec, LAYOUTS["heads.W_query"])
-    found = {n: laid_out[f"heads.{n}.W_key.weight"][:, 0].tolist() for n in range(3)}
-    assert found == {0: [0, 1], 1: [2, 3], 2: [4, 5]}
+    rows = {n: laid_out[f"heads.{n}.W_key.weight"][:, 0].tolist() for n in range(3)}
+    assert rows == {0: [0, 1], 1: [2, 3], 2: [4, 5]}
     assert laid_out["heads.2.W_value.bias"].tolist() == [4, 5]
 
 
@@ -500,9 +502,9 @@ def test_shared_kv_is_held_or_rejected(layout):
             from_canonical(weights, spec, layout)
         return
     tensors = from_canonical(weights, spec, layout)
-    found, read = to_canonical(tensors, layout, spec=spec)
+    weights_read, read = to_canonical(tensors, layout, spec=spec)
     assert read == spec
-    assert all((found[name] == weight).all() for name, weight in weights.items())
+    assert all((weights_read[name] == weight).all() for name, weight in weights.items())
 
 
 NAMELESS = {
@@ -729,20 +731,24 @@ def test_specified_round_trip_is_exact(case):
     name, spec = TOLD[case]
     weights = random_weights(spec)
     laid_out = from_canonical(weights, spec, LAYOUTS[name])
-    back, found = to_canonical(laid_out, LAYOUTS[name], spec=spec)
-    assert found == spec
+    back, read_spec = to_canonical(laid_out, LAYOUTS[name], spec=spec)
+    assert read_spec == spec
     assert bits_of(back) == bits_of(weights)
     assert sum(x.size for x in laid_out.values()) == sum(x.size for x in weights.values())
     for gone in laid_out:
         with rejects("tensors", "missing"):
             to_canonical(
-                {each: x for each, x in laid_out.items() if each != gone}, LAYOUTS[name], spec=spec
+                {name_: x for name_, x in laid_out.items() if name_ != gone},
+                LAYOUTS[name],
+                spec=spec,
             )
     with rejects("tensors", "unknown names ['extra']"):
         to_canonical({**laid_out, "extra": np.zeros(3, np.float32)}, LAYOUTS[name], spec=spec)
     with rejects("tensors"):
         to_canonical(
-            {each: np.concatenate([x, x]) for each, x in laid_out.items()}, LAYOUTS[name], spec=spec
+            {name_: np.concatenate([x, x]) for name_, x in laid_out.items()},
+            LAYOUTS[name],
+            spec=spec,
         )
 
 
@@ -784,7 +790,7 @@ def test_four_linear_layouts_hold_any_layer(name, spec):
     """Layouts of four linear layers hold any d_kv, and layers without out_proj or its bias."""
     weights = random_weights(spec)
     back, _ = to_canonical(
-        from_canonical(weights, spec, LAYOUTS[name]), LAYOUTS[name], **told(spec)
+        from_canonical(weights, spec, LAYOUTS[name]), LAYOUTS[name], **hints_of(spec)
     )
     assert bits_of(back) == bits_of(weights)
 
@@ -822,7 +828,7 @@ def test_unsupported_tensors_raise_with_rule(name, rule):
     spec = replace(example(LAYOUTS[name]), **CHANGES[rule])
     tensors, _ = tensors_of(replace(LAYOUTS[name], rules=()), spec)
     with rejects("shapes") as input_error:
-        to_canonical(tensors, LAYOUTS[name], **told(spec))
+        to_canonical(tensors, LAYOUTS[name], **hints_of(spec))
     assert words_of(rule) in input_error.value.rule
 
 
@@ -832,7 +838,7 @@ def test_odd_head_dim_has_no_pairs(name):
     tensors, spec = tensors_of(LAYOUTS[name], replace(GQA, head_dim=6, value_head_dim=6))
     with rejects("shapes"):
         to_canonical(tensors, LAYOUTS[name], num_heads=12, num_kv_heads=4, head_dim=3)
-    to_canonical(tensors, LAYOUTS[name], **told(spec))
+    to_canonical(tensors, LAYOUTS[name], **hints_of(spec))
 
 
 # ---- Names ---------------------------------------------------------------------------------------
@@ -861,7 +867,7 @@ def test_missing_weight_is_named(layout, name):
         name.rpartition(".")[0] or name
     )  # without out_proj.weight, the error names out_proj.bias
     with rejects("tensors", layer):
-        to_canonical(tensors, layout, **told(spec))
+        to_canonical(tensors, layout, **hints_of(spec))
 
 
 @sample(6, seed=10)
@@ -879,7 +885,7 @@ def test_unknown_tensor_name_raises(layout, name):
     """A tensor with an unknown name raises an error in every layout."""
     tensors, spec = tensors_of(layout)
     with rejects("tensors"):
-        to_canonical({**tensors, name: np.zeros(4, np.float32)}, layout, **told(spec))
+        to_canonical({**tensors, name: np.zeros(4, np.float32)}, layout, **hints_of(spec))
 
 
 @pytest.mark.parametrize(
@@ -901,11 +907,11 @@ def test_unknown_tensor_name_raises(layout, name):
 def test_known_extra_tensors_are_ignored(layout, name):
     """Masks, buffers and norms next to the weights of a layer do not change its weights."""
     tensors, spec = tensors_of(LAYOUTS[layout])
-    expected, _ = to_canonical(tensors, LAYOUTS[layout], **told(spec))
-    found, _ = to_canonical(
-        {**tensors, name: np.zeros(4, np.float32)}, LAYOUTS[layout], **told(spec)
+    expected, _ = to_canonical(tensors, LAYOUTS[layout], **hints_of(spec))
+    weights_read, _ = to_canonical(
+        {**tensors, name: np.zeros(4, np.float32)}, LAYOUTS[layout], **hints_of(spec)
     )
-    assert bits_of(found) == bits_of(expected)
+    assert bits_of(weights_read) == bits_of(expected)
 
 
 def test_packed_plus_split_weights_raise():
@@ -952,7 +958,7 @@ def test_partial_qkv_biases_raise(layout, name):
     tensors, spec = tensors_of(layout)
     del tensors[name]
     with rejects("q_proj, k_proj and v_proj"):
-        to_canonical(tensors, layout, **told(spec))
+        to_canonical(tensors, layout, **hints_of(spec))
 
 
 @sample(6, seed=13)
@@ -964,9 +970,9 @@ def test_qkv_or_output_bias_may_be_absent(layout, name):
     )
     tensors, spec = tensors_of(layout)
     del tensors[name]
-    weights, found = to_canonical(tensors, layout, **told(spec))
-    assert found.qkv_bias != found.out_bias
-    check_weights(weights, found)
+    weights, read_spec = to_canonical(tensors, layout, **hints_of(spec))
+    assert read_spec.qkv_bias != read_spec.out_bias
+    check_weights(weights, read_spec)
 
 
 # ---- Heads with separate tensors -----------------------------------------------------------------
@@ -1060,14 +1066,14 @@ KERNELS += ["tunix.LLaMA", "tunix.Gemma", "keras_hub.LLaMA", "keras_hub.Gemma", 
 def test_head_axis_determines_heads(name):
     """Kernels with an axis of heads need no hints."""
     tensors, spec = tensors_of(LAYOUTS[name])
-    _, found = to_canonical(tensors, LAYOUTS[name])
-    assert told(found) == told(spec)
+    _, read_spec = to_canonical(tensors, LAYOUTS[name])
+    assert hints_of(read_spec) == hints_of(spec)
 
 
-def input_error_of(tensors, layout, **said):
+def input_error_of(tensors, layout, **hints):
     """Return the message of the error that tensors raise."""
     with pytest.raises(InputError) as input_error:
-        to_canonical(tensors, layout, **said)
+        to_canonical(tensors, layout, **hints)
     return str(input_error.value)
 
 
@@ -1116,7 +1122,7 @@ def test_ambiguous_heads_load_with_hints():
     """num_heads=4 and num_kv_heads=2 decide that a packed tensor of 24 rows has head_dim=3."""
     tensors = {"qkv_proj.weight": np.zeros((24, 8), np.float32)}
     _, spec = to_canonical(tensors, LAYOUTS["qkv_proj"], num_heads=4, num_kv_heads=2)
-    assert told(spec) == {"num_heads": 4, "num_kv_heads": 2, "head_dim": 3, "rope": None}
+    assert hints_of(spec) == {"num_heads": 4, "num_kv_heads": 2, "head_dim": 3, "rope": None}
 
 
 def test_padded_heads_require_head_dim():
@@ -1131,9 +1137,9 @@ def test_padded_heads_require_head_dim():
 def test_invalid_head_size_raises(field, value):
     """A head size that is zero, negative or does not fit raises an error with its value."""
     tensors, spec = tensors_of(LAYOUTS["canonical"])
-    said = {**told(spec), field: value}
+    hints = {**hints_of(spec), field: value}
     with rejects("the heads" if value > 0 else field, {field: value}):
-        to_canonical(tensors, LAYOUTS["canonical"], **said)
+        to_canonical(tensors, LAYOUTS["canonical"], **hints)
 
 
 @pytest.mark.parametrize("value", [True, 4.0, "4"])
@@ -1169,14 +1175,14 @@ def test_number_as_rope_raises():
     """rope=500.0 instead of Rope(500.0) raises a TypeError."""
     tensors, spec = tensors_of(LAYOUTS["canonical"])
     with rejects_type("rope", rope=500.0):
-        to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": 500.0})
+        to_canonical(tensors, LAYOUTS["canonical"], **{**hints_of(spec), "rope": 500.0})
 
 
 def test_rope_with_odd_head_dim_raises():
     """RoPE raises an error for heads of 3 features."""
     tensors, spec = tensors_of(LAYOUTS["canonical"], MHA)
     with rejects("shapes"):
-        to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": Rope(500.0)})
+        to_canonical(tensors, LAYOUTS["canonical"], **{**hints_of(spec), "rope": Rope(500.0)})
 
 
 # ---- Values and shapes ---------------------------------------------------------------------------
@@ -1190,7 +1196,7 @@ def test_non_finite_tensor_raises(layout, value):
     tensors, spec = tensors_of(layout)
     min(tensors.values(), key=np.size).flat[0] = value
     with rejects("…_proj.…"):
-        to_canonical(tensors, layout, **told(spec))
+        to_canonical(tensors, layout, **hints_of(spec))
 
 
 @sample(6, seed=16)
@@ -1212,7 +1218,7 @@ def test_mixed_dtypes_raise(layout):
     first = next(iter(tensors))
     tensors[first] = tensors[first].astype(ml_dtypes.bfloat16)
     with rejects_type("weights", "['bfloat16', 'float32']"):
-        to_canonical(tensors, layout, **told(spec))
+        to_canonical(tensors, layout, **hints_of(spec))
 
 
 @sample(6, seed=18)
@@ -1224,7 +1230,7 @@ def test_non_float_tensor_raises(layout, wrong):
     first = next(iter(tensors))
     tensors[first] = tensors[first].tolist() if wrong is None else tensors[first].astype(wrong)
     with rejects_type(first):
-        to_canonical(tensors, layout, **told(spec))
+        to_canonical(tensors, layout, **hints_of(spec))
 
 
 @sample(12, seed=19)
@@ -1238,7 +1244,7 @@ def test_weight_of_wrong_rank_or_size_raises(layout, change):
     first = next(iter(tensors))
     tensors[first] = np.asarray(change(tensors[first]))
     with rejects("shapes"):
-        to_canonical(tensors, layout, **told(spec))
+        to_canonical(tensors, layout, **hints_of(spec))
 
 
 @pytest.mark.parametrize(
@@ -1258,7 +1264,7 @@ def test_transposed_weight_raises(name, weight):
     tensors, spec = tensors_of(LAYOUTS[name])
     tensors[weight] = tensors[weight].T
     with rejects("shapes"):
-        to_canonical(tensors, LAYOUTS[name], **told(spec))
+        to_canonical(tensors, LAYOUTS[name], **hints_of(spec))
 
 
 @pytest.mark.parametrize(
@@ -1272,7 +1278,7 @@ def test_square_weight_follows_layout(name, weight, is_transposed):
     """A square output weight is transposed from GPT-2's layout, but not from BERT's."""
     tensors, spec = tensors_of(LAYOUTS[name])
     square = np.triu(np.ones((16, 16), np.float32))
-    weights, _ = to_canonical({**tensors, weight: square}, LAYOUTS[name], **told(spec))
+    weights, _ = to_canonical({**tensors, weight: square}, LAYOUTS[name], **hints_of(spec))
     assert (weights["out_proj.weight"] == (square.T if is_transposed else square)).all()
 
 
@@ -1285,7 +1291,7 @@ def test_nonzero_ttnn_padding_raises(name, rope, value):
     padded = tensors[name].T if name == "out_proj.weight" else tensors[name]
     padded[-1, 31] = value
     with rejects("features that pad the heads of …", "others"):
-        to_canonical(tensors, LAYOUTS["ttnn"], **told(spec))
+        to_canonical(tensors, LAYOUTS["ttnn"], **hints_of(spec))
 
 
 def test_ttnn_padding_reveals_missing_rope():
@@ -1302,5 +1308,5 @@ def test_conversion_keeps_its_input(layout):
     """Reading tensors of a layout does not change them."""
     tensors, spec = tensors_of(layout)
     before = bits_of(tensors)
-    to_canonical(tensors, layout, **told(spec))
+    to_canonical(tensors, layout, **hints_of(spec))
     assert bits_of(tensors) == before

@@ -88,17 +88,19 @@ def test_swin_layer_matches_with_its_bias(tmp_path):
     ours = load_into(mha_torch.MultiHeadAttention(spec), weights, spec)
     with torch.no_grad():
         expected = module(x)[0].numpy()
-        found, _ = ours(x, bias=module.relative_position_bias())
+        actual, _ = ours(x, bias=module.relative_position_bias())
         without, _ = ours(x)
-    assert np.abs(found.numpy() - expected).max() < 1e-5 * np.abs(expected).max()
+    assert np.abs(actual.numpy() - expected).max() < 1e-5 * np.abs(expected).max()
     assert np.abs(without.numpy() - expected).max() > 1e-2 * np.abs(expected).max()
-    told = replace(spec, relative_bias=GridBias(4, 4))
+    spec_with_grid = replace(spec, relative_bias=GridBias(4, 4))
     weights = convert(
-        module.state_dict(), source="transformers.ViT-5", target="canonical", spec=told
+        module.state_dict(), source="transformers.ViT-5", target="canonical", spec=spec_with_grid
     )
     with torch.no_grad():
-        found, _ = load_into(mha_torch.MultiHeadAttention(told), weights, told)(x)
-    assert np.abs(found.numpy() - expected).max() < 1e-5 * np.abs(expected).max()
+        actual, _ = load_into(
+            mha_torch.MultiHeadAttention(spec_with_grid), weights, spec_with_grid
+        )(x)
+    assert np.abs(actual.numpy() - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("family", SWIN)

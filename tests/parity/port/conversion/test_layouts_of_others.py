@@ -126,7 +126,7 @@ def fused_of_parts(parts):
             local.append(
                 np.split(part, [queries, queries + (part.shape[2] - queries) // 2], axis=2)
             )
-        return [np.concatenate(each, axis=2) for each in zip(*local, strict=True)]
+        return [np.concatenate(arrays, axis=2) for arrays in zip(*local, strict=True)]
 
     return project
 
@@ -366,8 +366,8 @@ def errors(layer, layout):
         Case("paper", layer.spec, "equations", seq_len=7, is_causal=True), "float32", weights
     )
     expected = Reference(problem).accumulated["output"]
-    found = layer.run(from_canonical(weights, layer.spec, layout), problem.inputs["query"])
-    return np.abs(found - expected).max() / np.abs(expected).max()
+    actual = layer.run(from_canonical(weights, layer.spec, layout), problem.inputs["query"])
+    return np.abs(actual - expected).max() / np.abs(expected).max()
 
 
 @sample(12)
@@ -449,8 +449,8 @@ def test_grouped_form_loads_ungrouped_heads():
     layout = LAYOUTS["tunix.Gemma"]
     grouped = from_canonical(weights, spec, replace(layout, forms=layout.forms[1:]))
     assert grouped.keys() == {"q_einsum.w", "kv_einsum.w", "attn_vec_einsum.w"}
-    back, found = to_canonical(grouped, layout, rope=spec.rope)
-    assert found == spec
+    back, read_spec = to_canonical(grouped, layout, rope=spec.rope)
+    assert read_spec == spec
     assert all((back[name] == x).all() for name, x in weights.items())
 
 
@@ -470,9 +470,9 @@ def scanned(tmp_path, axis, count=3, layout="maxtext"):
     """Write a file of layers stacked on an axis; return its path and their canonical weights."""
     spec = SCANNED[layout]
     weights = [random_weights(spec, seed=i) for i in range(count)]
-    each = [from_canonical(x, spec, LAYOUTS[layout]) for x in weights]
+    layers = [from_canonical(x, spec, LAYOUTS[layout]) for x in weights]
     tensors = {
-        f"{PREFIX}.{name}": np.stack([layer[name] for layer in each], axis) for name in each[0]
+        f"{PREFIX}.{name}": np.stack([layer[name] for layer in layers], axis) for name in layers[0]
     }
     path = tmp_path / "a.npz"
     write_tensors(
@@ -487,18 +487,18 @@ def test_maxtext_scan_axis_is_detected(tmp_path, layout, axis):
     """Each scanned layer loads bit for bit, whether the layers are stacked on axis 0 or 1."""
     path, weights = scanned(tmp_path, axis, layout=layout)
     for index, expected in enumerate(weights):
-        found, spec = load(path, layout, prefix=f"{PREFIX}[{index}]", spec=SCANNED[layout])
+        loaded, spec = load(path, layout, prefix=f"{PREFIX}[{index}]", spec=SCANNED[layout])
         assert spec == SCANNED[layout]
-        assert same_bits(found, expected)
+        assert same_bits(loaded, expected)
 
 
 @every_scanned
 def test_maxtext_scan_round_trip_is_exact(tmp_path, layout):
     """Scanned layers become numbered ones and scanned ones again exactly, or a stack of mha_jax."""
     path, weights = scanned(tmp_path, 1, layout=layout)
-    told = {"source": layout, "prefix": PREFIX, "spec": SCANNED[layout]}
+    hints = {"source": layout, "prefix": PREFIX, "spec": SCANNED[layout]}
     convert_file(
-        path, tmp_path / "c.safetensors", target="canonical", to_prefix="layers.{i}", **told
+        path, tmp_path / "c.safetensors", target="canonical", to_prefix="layers.{i}", **hints
     )
     for index, expected in enumerate(weights):
         assert same_bits(load(tmp_path / "c.safetensors", prefix=f"layers.{index}")[0], expected)
@@ -516,7 +516,7 @@ def test_maxtext_scan_round_trip_is_exact(tmp_path, layout):
             assert before.read(name).tobytes() == after.read(name).tobytes()
     assert same_bits(load(tmp_path / "b.npz", prefix=f"{PREFIX}[2]")[0], weights[2])
     convert_file(
-        path, tmp_path / "s.npz", target="mha_jax", **told
+        path, tmp_path / "s.npz", target="mha_jax", **hints
     )  # a stack again, on the first axis
     with open_tensors(tmp_path / "s.npz") as file:
         assert {info.shape[0] for info in file.infos.values()} == {3}

@@ -782,7 +782,7 @@ def test_broken_package_only_warns(package):
     flax = LAYOUTS["flax.nnx"]
     with pytest.warns(UserWarning, match="layouts of a package are left out") as caught:
         assert [layout.name for layout in register_packages()] == ["own"]
-    assert {str(each.message).partition(" = ")[0].rpartition(" ")[2] for each in caught} == {
+    assert {str(warning.message).partition(" = ")[0].rpartition(" ")[2] for warning in caught} == {
         "bad",
         "taken",
     }
@@ -961,8 +961,8 @@ def test_biases_of_short_names_are_held(case):
     """Biases such as `bq`, `bqkv` and `bo` are held, and none of the MLP are."""
     weights, biases = BIASES[case]
     _, layout = proposed(**weights, **biases)
-    held = {tensor.name for tensor in layout.tensors if tensor.kind == "bias"}
-    assert held == {name for name in biases if "ffn" not in name}
+    bias_names = {tensor.name for tensor in layout.tensors if tensor.kind == "bias"}
+    assert bias_names == {name for name in biases if "ffn" not in name}
 
 
 OUTPUTS = {

@@ -32,8 +32,8 @@ class Packed(nn.Module):
 
     def forward(self, x):
         packed, out = (getattr(self, name) for name in self.names)
-        q, k, v = (each.transpose(1, 2) for each in self.split(packed(x)))
-        k, v = (each.repeat_interleave(HEADS // self.kv_heads, dim=1) for each in (k, v))
+        q, k, v = (part.transpose(1, 2) for part in self.split(packed(x)))
+        k, v = (heads.repeat_interleave(HEADS // self.kv_heads, dim=1) for heads in (k, v))
         y = scaled_dot_product_attention(q, k, v, is_causal=True)
         return out(y.transpose(1, 2).flatten(2))
 
@@ -46,7 +46,7 @@ class NanoGPT(Packed):
         self.register_buffer("bias", torch.tril(torch.ones(1, 1, 8, 8)))
 
     def split(self, packed):
-        return (each.unflatten(-1, (HEADS, -1)) for each in packed.split(SIZE, dim=2))
+        return (part.unflatten(-1, (HEADS, -1)) for part in packed.split(SIZE, dim=2))
 
 
 class ByHead(Packed):
@@ -62,7 +62,7 @@ class Chat(Packed):
     def split(self, packed):
         size = SIZE // HEADS
         sizes = [SIZE, self.kv_heads * size, self.kv_heads * size]
-        return (each.unflatten(-1, (-1, size)) for each in packed.split(sizes, dim=-1))
+        return (part.unflatten(-1, (-1, size)) for part in packed.split(sizes, dim=-1))
 
 
 MODULES = {
@@ -84,8 +84,8 @@ def test_fused_module_matches_its_layout(name):
     with torch.no_grad():
         torch.testing.assert_close(ours(x, mask=mha_torch.create_causal_mask(7))[0], module(x))
     back = {
-        name: torch.from_numpy(each)
-        for name, each in from_canonical(random_weights(spec), spec, layout).items()
+        name: torch.from_numpy(tensor)
+        for name, tensor in from_canonical(random_weights(spec), spec, layout).items()
     }
     module.load_state_dict({**dict(module.named_buffers()), **back})
     load_into(ours, random_weights(spec), spec)
@@ -100,8 +100,8 @@ PREFIX = "model._orig_mod.transformer.h.{i}.attn"
 def checkpoint(tmp_path):
     """A checkpoint of a compiled model, as nanoGPT's training writes it."""
     tensors = {
-        f"_orig_mod.transformer.h.0.attn.{name}": each
-        for name, each in NanoGPT().state_dict().items()
+        f"_orig_mod.transformer.h.0.attn.{name}": weight
+        for name, weight in NanoGPT().state_dict().items()
     }
     torch.save({"model": tensors, "iter_num": 3}, tmp_path / "ckpt.pt")
     return tmp_path / "ckpt.pt"
@@ -113,13 +113,13 @@ def test_ambiguous_packing_is_reported(checkpoint, tmp_path, capsys):
         main(["inspect", str(checkpoint), "--num-heads", "4", "--json", str(tmp_path / "i.json")])
         == 0
     )
-    found = {
-        each["layout"]: each["packing"]
-        for each in json.loads((tmp_path / "i.json").read_text())["layers"]
+    packings = {
+        layer["layout"]: layer["packing"]
+        for layer in json.loads((tmp_path / "i.json").read_text())["layers"]
     }
-    assert found.keys() == {"nanoGPT", "transformers.GPTBigCode"}
-    assert len(set(found.values())) == 2
-    assert all(found.values())
+    assert packings.keys() == {"nanoGPT", "transformers.GPTBigCode"}
+    assert len(set(packings.values())) == 2
+    assert all(packings.values())
     for command in (
         ["convert", str(checkpoint), str(tmp_path / "x.npz"), "--to", "canonical"],
         ["compare"],
@@ -127,8 +127,8 @@ def test_ambiguous_packing_is_reported(checkpoint, tmp_path, capsys):
         words = command if len(command) > 1 else ["compare", str(checkpoint), str(checkpoint)]
         assert main([*words, "--num-heads", "4"]) == 2
         err = capsys.readouterr().err
-        assert all(f"--from {name} with --prefix '{PREFIX}'" in err for name in found)
-        assert all(packing in err for packing in found.values())
+        assert all(f"--from {name} with --prefix '{PREFIX}'" in err for name in packings)
+        assert all(packing in err for packing in packings.values())
     assert not (tmp_path / "x.npz").exists()
 
 
@@ -140,7 +140,7 @@ def test_nanogpt_agrees_only_as_its_layout(checkpoint, tmp_path, capsys, monkeyp
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(Path(__file__).parent)  # where its import finds this file
-    told = [
+    arguments = [
         "--weights",
         str(checkpoint),
         "--num-heads",
@@ -148,11 +148,12 @@ def test_nanogpt_agrees_only_as_its_layout(checkpoint, tmp_path, capsys, monkeyp
         "--prefix",
         PREFIX.replace("{i}", "0"),
     ]
-    assert main(["diagnose", "nano_port:attention", *told, "--from", "nanoGPT"]) == 0, (
+    assert main(["diagnose", "nano_port:attention", *arguments, "--from", "nanoGPT"]) == 0, (
         capsys.readouterr()
     )
     assert (
-        main(["diagnose", "nano_port:attention", *told, "--from", "transformers.GPTBigCode"]) == 1
+        main(["diagnose", "nano_port:attention", *arguments, "--from", "transformers.GPTBigCode"])
+        == 1
     )
 
 
@@ -181,8 +182,10 @@ def test_fused_names_list_both_packings(names, tmp_path):
         )
         == 0
     )
-    packings = {each["packing"] for each in json.loads((tmp_path / "i.json").read_text())["layers"]}
-    assert any("group" in each for each in packings)
-    assert any("all q" in each for each in packings)
+    packings = {
+        layer["packing"] for layer in json.loads((tmp_path / "i.json").read_text())["layers"]
+    }
+    assert any("group" in packing for packing in packings)
+    assert any("all q" in packing for packing in packings)
     with rejects("layout"):
         load(tmp_path / "w.pt", prefix="h.0", num_heads=4)

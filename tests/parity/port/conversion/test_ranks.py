@@ -65,23 +65,23 @@ def rest_of_megatron(rank, ranks, *, gated):
 
 def tensors_of_ranks(layout, spec, weights, ranks, rest=lambda rank: {}):
     """Torch tensors of each rank, made by `parity.shard` and the layout, as programs save them."""
-    found = []
+    of_ranks = []
     for rank in range(ranks):
-        held, own = shard(weights, spec, ShardPlan(ranks), rank, alone=False)
+        share, own = shard(weights, spec, ShardPlan(ranks), rank, alone=False)
         if spec.out_bias:  # these programs keep it on every rank, and add it once
-            held, own = (
-                held | {"out_proj.bias": weights["out_proj.bias"]},
+            share, own = (
+                share | {"out_proj.bias": weights["out_proj.bias"]},
                 replace(own, out_bias=True),
             )
         prefix = PREFIXES[layout].format(i=0)
         tensors = {
-            f"{prefix}.{name}": x for name, x in from_canonical(held, own, LAYOUTS[layout]).items()
+            f"{prefix}.{name}": x for name, x in from_canonical(share, own, LAYOUTS[layout]).items()
         }
         tensors |= {name: x.astype(np.float32) for name, x in rest(rank).items()}
-        found.append(
+        of_ranks.append(
             {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in tensors.items()}
         )
-    return found
+    return of_ranks
 
 
 def save(folder, layout, of_ranks):
@@ -175,8 +175,8 @@ def test_convert_reports_norms_over_ranks(tmp_path, capsys):
         for ranks in (["--ranks", "1"], ["--ranks", "2"]):
             source, target = tmp_path / f"{name}.safetensors", tmp_path / f"{name}-{ranks[1]}"
             assert main(["convert", str(source), str(target), "--to", "megatron", *ranks]) == 0
-            told = " ".join(capsys.readouterr().err.split())
-            assert ("add up the squares of all ranks: q_layernorm.weight" in told) == (
+            printed = " ".join(capsys.readouterr().err.split())
+            assert ("add up the squares of all ranks: q_layernorm.weight" in printed) == (
                 "width-2" in target.name
             )
 
@@ -199,7 +199,7 @@ def test_other_meta_tensors_are_joined(tmp_path, by_vocabulary):
         "layers.0.feed_forward.w2.weight": 1,
     }.items():
         np.testing.assert_array_equal(
-            whole[name], torch.cat([held[name] for held in of_ranks], dim=axis).numpy()
+            whole[name], torch.cat([tensors[name] for tensors in of_ranks], dim=axis).numpy()
         )
     for name in ("norm.weight", "layers.0.attention_norm.weight", "rope.freqs"):
         np.testing.assert_array_equal(whole[name], of_ranks[0][name].numpy())
@@ -214,14 +214,14 @@ def test_other_megatron_tensors_are_joined(tmp_path, gated):
     whole = read(save(tmp_path, "megatron", of_ranks))
     for leaf in ("weight", "bias"):
         name = f"decoder.layers.0.mlp.linear_fc1.{leaf}"
-        parts = [held[name] for held in of_ranks]
+        parts = [tensors[name] for tensors in of_ranks]
         if gated:  # all gates, and then all rows that they multiply
             halves = [part.chunk(2) for part in parts]
             parts = [half[i] for i in (0, 1) for half in halves]
         np.testing.assert_array_equal(whole[name], torch.cat(parts).numpy())
     name = "decoder.layers.0.mlp.linear_fc2.weight"
     np.testing.assert_array_equal(
-        whole[name], torch.cat([held[name] for held in of_ranks], dim=1).numpy()
+        whole[name], torch.cat([tensors[name] for tensors in of_ranks], dim=1).numpy()
     )
 
 
@@ -253,10 +253,10 @@ def test_renamed_rank_file_needs_head_dim(meta, tmp_path):
             "head_dim", num_heads=num_heads, head_dim=..., d_model=32, where="layers.0.attention"
         ):
             parity.load(tmp_path / "a.pth", "meta.LLaMA", num_heads=num_heads, **options | kv)
-    held, own = parity.load(tmp_path / "a.pth", "meta.LLaMA", num_heads=2, head_dim=4, **options)
+    loaded, own = parity.load(tmp_path / "a.pth", "meta.LLaMA", num_heads=2, head_dim=4, **options)
     expected = shard(weights, META, ShardPlan(4), 1)
     assert own == expected[1]
-    assert_bits_equal(held, expected[0])
+    assert_bits_equal(loaded, expected[0])
 
 
 def test_missing_ranks_raise(meta, tmp_path):
@@ -380,9 +380,11 @@ def test_sharded_round_trip_is_exact(tmp_path, layout, spec, ranks, dtype):
         layout, spec, {name: x.astype(np.float32) for name, x in weights.items()}, ranks
     )
     for path, tensors in zip(files, expected, strict=True):
-        held = torch.load(path)
-        assert held.keys() == tensors.keys()
-        assert all(torch.equal(held[name].float(), tensor) for name, tensor in tensors.items())
+        tensors_of_file = torch.load(path)
+        assert tensors_of_file.keys() == tensors.keys()
+        assert all(
+            torch.equal(tensors_of_file[name].float(), tensor) for name, tensor in tensors.items()
+        )
     convert_file(tmp_path / "ranks", tmp_path / "back.safetensors", target="canonical")
     read_weights, read_spec = parity.load(tmp_path / "back.safetensors")
     assert read_spec == spec
@@ -404,7 +406,8 @@ def test_other_tensors_survive_resharding(meta, tmp_path):
     convert_file(tmp_path / "two", tmp_path / "four", target="meta.LLaMA", ranks=4)
     for rank in range(4):
         one, other = (
-            torch.load(each / f"consolidated.{rank:02}.pth") for each in (folder, tmp_path / "four")
+            torch.load(target / f"consolidated.{rank:02}.pth")
+            for target in (folder, tmp_path / "four")
         )
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], tensor) for name, tensor in other.items())

@@ -39,9 +39,9 @@ def test_round_trip_restores_shared_tensors(name, between, tmp_path):
     assert same_tensors(load_file(paths[1]), original)
     assert same_tensors(load_file(paths[2]), load_file(paths[0]))
     assert same_tensors(load_file(paths[3]), original)
-    count = sum("relative" in each and "table" not in each for each in original)
+    count = sum("relative" in name and "table" not in name for name in original)
     if name in SHARING and count:
-        assert sum("relative_bias" in each for each in load_file(paths[0])) > count
+        assert sum("relative_bias" in name for name in load_file(paths[0])) > count
 
 
 def test_same_layout_keeps_all_tensors(tmp_path):
@@ -163,20 +163,20 @@ def test_verify_names_missing_tensors(tmp_path, capsys):
     blocks = [f"encoder.block.{i}.layer.0.SelfAttention.{TABLE}" for i in (0, 1)]
     save_file(original | {blocks[1]: original[blocks[0]]}, tmp_path / "more" / "model.safetensors")
     for order in (1, -1):
-        status, text, (found,) = verified(
+        status, text, (row,) = verified(
             *[tmp_path / "model", tmp_path / "more"][::order], tmp_path=tmp_path, capsys=capsys
         )
         assert status == 0
         assert blocks[1] in text
         expected = {"file": str(tmp_path / "more"), "other": str(tmp_path / "model")}
-        assert found == {**expected, "names": [blocks[1]], "copy_of": blocks[0]}
+        assert row == {**expected, "names": [blocks[1]], "copy_of": blocks[0]}
 
     less = {name: x for name, x in original.items() if name != "shared.weight"}
     save_file(less, tmp_path / "more" / "model.safetensors")
-    status, text, (found,) = verified(tmp_path / "model", tmp_path / "more", tmp_path, capsys)
+    status, text, (row,) = verified(tmp_path / "model", tmp_path / "more", tmp_path, capsys)
     assert status == 0
     assert "shared.weight" in text
-    assert (found["file"], found["names"]) == (str(tmp_path / "model"), ["shared.weight"])
+    assert (row["file"], row["names"]) == (str(tmp_path / "model"), ["shared.weight"])
 
 
 def test_ambiguous_layer_suggests_prefixes(tmp_path, capsys):

@@ -67,10 +67,11 @@ def test_mha_jax_checkpoint_is_converted(tmp_path, kind, fused_qkv):
         path.write_bytes(serialization.to_bytes(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
     layout = "mha_jax.qkv_proj" if fused_qkv else "mha_jax"
     with Checkpoint.open(path) as checkpoint:
-        found = [
-            (each.prefix, each.layers, each.layout) for each in find_layers(checkpoint, num_heads=4)
+        layers = [
+            (layer.prefix, layer.layers, layer.layout)
+            for layer in find_layers(checkpoint, num_heads=4)
         ]
-    assert found == [("layers.{i}", 2, layout)]
+    assert layers == [("layers.{i}", 2, layout)]
     convert_file(
         path,
         tmp_path / "b.safetensors",
@@ -124,8 +125,8 @@ def test_nnx_state_converts_in_memory():
     layer = mha_jax.MultiHeadAttention(AttentionSpec(16, 4), rngs=nnx.Rngs(0))
     state = nnx.state(layer, nnx.Param)
     for tree in (state, nnx.to_pure_dict(state)):
-        found = parity.convert(tree, source="mha_jax", target="canonical", num_heads=4)
-        assert same_bits(found, parity.weights_of(layer))
+        converted = parity.convert(tree, source="mha_jax", target="canonical", num_heads=4)
+        assert same_bits(converted, parity.weights_of(layer))
 
 
 # ---- Stacks --------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def test_stack_round_trip_is_exact(tmp_path, layout, suffix):
     spec = SPEC if layout_fits(LAYOUTS[layout], SPEC) else GQA
     source = write_tensor_file(tmp_path / f"a.{suffix}", numbered(spec=spec, layout="canonical"))
     stack, again, back = (tmp_path / f"{name}.{suffix}" for name in "bcd")
-    told = {name: getattr(spec, name) for name in HEADS}
+    heads = {name: getattr(spec, name) for name in HEADS}
     convert_file(
         source,
         stack,
@@ -154,14 +155,14 @@ def test_stack_round_trip_is_exact(tmp_path, layout, suffix):
         target=layout,
         prefix=PREFIX,
         to_prefix="layers.self_attn",
-        **told,
+        **heads,
     )
     alone = [from_canonical(random_weights(spec, seed=i), spec, LAYOUTS[layout]) for i in range(3)]
     expected = {
-        f"layers.self_attn.{name}": np.stack([each[name] for each in alone]) for name in alone[0]
+        f"layers.self_attn.{name}": np.stack([layer[name] for layer in alone]) for name in alone[0]
     }
-    found = read_tensors(stack)
-    assert bits_of(found) == bits_of(expected | {"embed.weight": np.ones((3, 16), np.float32)})
+    tensors = read_tensors(stack)
+    assert bits_of(tensors) == bits_of(expected | {"embed.weight": np.ones((3, 16), np.float32)})
     convert_file(stack, again, target="mha_jax")  # a stack remains a stack
     assert read_tensors(again)["layers.self_attn.q_proj.kernel"].shape == (3, 16, spec.q_width)
     done = convert_file(stack, back, target="canonical", to_prefix=PREFIX)
@@ -303,8 +304,10 @@ def test_linen_scan_converts_exactly(tmp_path):
     variables = Scanned().init(jax.random.key(0), x)
     (tmp_path / "a.msgpack").write_bytes(serialization.to_bytes(variables))
     with Checkpoint.open(tmp_path / "a.msgpack") as checkpoint:
-        found = {each.layout: each for each in find_layers(checkpoint, num_heads=4)}["flax.linen"]
-    assert (found.prefix, found.layers, found.is_stacked) == ("params.layers.self_attn", 3, True)
+        linen = {layer.layout: layer for layer in find_layers(checkpoint, num_heads=4)}[
+            "flax.linen"
+        ]
+    assert (linen.prefix, linen.layers, linen.is_stacked) == ("params.layers.self_attn", 3, True)
     options = {"prefix": "params.layers.self_attn", "to_prefix": "layers.{i}"}
     convert_file(
         tmp_path / "a.msgpack", tmp_path / "b.npz", source="flax.linen", target="mha_jax", **options

@@ -87,10 +87,10 @@ def write_torch(module, tensors):
 
 
 def check_names(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    found = {name: tuple(x.shape) for name, x in tensors.items()}
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     wanted = {name: tuple(x.shape) for name, x in own.items()}
-    if found != wanted:
-        raise ValueError(f"tensors of {found}, expected {wanted}")
+    if shapes != wanted:
+        raise ValueError(f"tensors of {shapes}, expected {wanted}")
 
 
 def renamed(names: Mapping[str, str]) -> Library:
@@ -292,14 +292,14 @@ def of_linears(q, k, v, out):
     """Return heads of four Linear layers: rows of the first three, columns of the last."""
 
     def heads(tensors, spec):
-        found = {
+        our_weights = {
             p: tensors[name].reshape(-1, spec.head_dim, spec.d_in) for p, name in {"q": q}.items()
         }
-        found |= {
+        our_weights |= {
             p: tensors[name].reshape(-1, spec.head_dim, spec.d_kv)
             for p, name in {"k": k, "v": v}.items()
         }
-        return found | {"out": columns(tensors[out], spec)}
+        return our_weights | {"out": columns(tensors[out], spec)}
 
     return heads
 
@@ -310,10 +310,10 @@ def of_kernels(out):
     """
 
     def heads(tensors, spec):
-        found = {
+        our_weights = {
             name[0]: tensors[f"{name}.kernel"].swapaxes(0, 1) for name in ("query", "key", "value")
         }
-        return found | {"out": tensors[f"{out}.kernel"]}
+        return our_weights | {"out": tensors[f"{out}.kernel"]}
 
     return heads
 

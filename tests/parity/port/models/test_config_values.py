@@ -110,17 +110,17 @@ def with_scaling(kind):
 
 def keys_read(values, monkeypatch):
     """Return the keys that rules look up, each with its section."""
-    found = set()
+    keys = set()
     find = Config.find
 
     def noting(self, *names):
-        found.update((self.where, name) for name in names)
+        keys.update((self.where, name) for name in names)
         return find(self, *names)
 
     with monkeypatch.context() as patch:
         patch.setattr(Config, "find", noting)
         read_layers(values)
-    return sorted(found)
+    return sorted(keys)
 
 
 def message_of(values):

@@ -211,8 +211,8 @@ def other(family, prefix, options):
     """Return a released layer with the spec of its configuration."""
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     attention, configuration, rotary = (
-        getattr(modeling, f"{prefix}Text{each}", None) or getattr(modeling, f"{prefix}{each}")
-        for each in ("Attention", "Config", "RotaryEmbedding")
+        getattr(modeling, f"{prefix}Text{suffix}", None) or getattr(modeling, f"{prefix}{suffix}")
+        for suffix in ("Attention", "Config", "RotaryEmbedding")
     )
     kinds = ("full_attention", "sliding_attention")
     rope = dict.fromkeys(kinds, ROTATED) if family in ("gemma3", "olmo3") else ROTATED
@@ -232,8 +232,8 @@ def other(family, prefix, options):
         )
         return (key <= query) & near
 
-    given = {"rotary": lambda x, positions: embedding(x, positions, **of_type), "sees": sees}
-    return Released(attention(config, layer_idx=0), layer.spec, **given)
+    keywords = {"rotary": lambda x, positions: embedding(x, positions, **of_type), "sees": sees}
+    return Released(attention(config, layer_idx=0), layer.spec, **keywords)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -247,8 +247,8 @@ def test_layer_of_spec_matches_released_one(name):
     weights = {name: weight.detach().numpy() for name, weight in released.weights().items()}
     load_into(layer, weights, released.spec)
     with torch.no_grad():
-        expected, (found, _) = released(x), layer.eval()(x, is_causal=True)
-    check_near(found.numpy(), expected.numpy(), f"the output of {name}")
+        expected, (actual, _) = released(x), layer.eval()(x, is_causal=True)
+    check_near(actual.numpy(), expected.numpy(), f"the output of {name}")
 
 
 def test_every_family_has_a_small_model():
@@ -344,10 +344,10 @@ def test_missing_key_has_default_meaning(family):
     values = of_each_kind(family)
     layers = specs_in(values)
     assert specs_in(completed(values)) == layers
-    asked = check_keys(values, layers)
+    required = check_keys(values, layers)
     if family not in ONE_DIALECT:
-        asked += check_keys(older(values), layers)
-    assert len(asked) >= 3 or FAMILIES[family].defaults
+        required += check_keys(older(values), layers)
+    assert len(required) >= 3 or FAMILIES[family].defaults
 
 
 def of_each_kind(family):
@@ -385,12 +385,12 @@ def check_keys(values, layers):
     keys that we require.
     """
     assert specs_in(values) == layers
-    asked, silent = [], []
+    required, silent = [], []
     for key in set(names_in(values)) - {"model_type", "transformers_version"}:
         try:
             without_key = specs_in(changed(values, key))
         except InputError:
-            asked.append(key)
+            required.append(key)
             continue
         if without_key == layers:
             silent.append(key)
@@ -401,7 +401,7 @@ def check_keys(values, layers):
     if not mean_nothing(values, silent, layers):
         for key in silent:
             check_key(values, key, layers)
-    return asked
+    return required
 
 
 def check_key(values, key, expected):
@@ -477,8 +477,8 @@ def test_gemma3_has_two_rope_bases():
     released configuration with few keys has transformers' defaults.
     """
     values = transformers.Gemma3TextConfig(num_hidden_layers=6).to_dict()
-    for each in (values, older(values)):
-        layers = specs_of(each)
+    for config in (values, older(values)):
+        layers = specs_of(config)
         assert [layer.spec.rope.theta for layer in layers] == [1e4] * 5 + [1e6]
         assert [layer.spec.window_size for layer in layers] == [4096] * 5 + [None]
     # As in a model of 4B parameters, whose configuration has few keys.
@@ -690,7 +690,7 @@ def test_released_qwen3_5_moe_is_read(tmp_path, capsys):
     norm = Norm(weight="1+w", eps=1e-6)
     sizes = {"num_kv_heads": 2, "head_dim": 256, "qkv_bias": False, "out_bias": False}
     expected = AttentionSpec(2048, 16, qk_norm=norm, gate=Gate(), rope=rope, **sizes)
-    assert [AttentionSpec.from_json(json.dumps(each)) for each in specs.values()] == [expected] * 2
+    assert [AttentionSpec.from_json(json.dumps(spec)) for spec in specs.values()] == [expected] * 2
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
@@ -723,12 +723,12 @@ def test_values_missing_in_parts_are_default(family):
     """Values missing in a part of a released model are the
     defaults of the part's family in transformers.
     """
-    said, (width, heads, kv_heads) = PARTS_AS_RELEASED[family]
+    values, (width, heads, kv_heads) = PARTS_AS_RELEASED[family]
     layers = specs_of(
-        {"model_type": "llava", "text_config": {"model_type": family, **said}}, part="text_config"
+        {"model_type": "llava", "text_config": {"model_type": family, **values}}, part="text_config"
     )
     assert [layer.spec for layer in layers] == [
-        layer.spec for layer in specs_of(transformers.AutoConfig.for_model(family, **said))
+        layer.spec for layer in specs_of(transformers.AutoConfig.for_model(family, **values))
     ]
     spec = layers[0].spec
     assert spec is not None
@@ -907,18 +907,18 @@ def changed(values, name):
     """Return the configuration without a key of the model or of its RoPE."""
     section, _, leaf = name.rpartition(".")
     if not section:
-        return {each: value for each, value in values.items() if each != name}
+        return {key: value for key, value in values.items() if key != name}
     return {
         **values,
-        section: {each: value for each, value in values[section].items() if each != leaf},
+        section: {key: value for key, value in values[section].items() if key != leaf},
     }
 
 
 def names_in(values):
     return [
-        each
+        path
         for name, value in values.items()
-        for each in ([f"{name}.{leaf}" for leaf in value] if isinstance(value, dict) else [name])
+        for path in ([f"{name}.{leaf}" for leaf in value] if isinstance(value, dict) else [name])
     ]
 
 
@@ -946,18 +946,18 @@ def test_removed_key_changes_layers(name):
     values = SAID[name]
     layers = specs_in(values)
     assert layers[0].rope.theta == 5e5
-    silent, asked = set(), set()
+    silent, required = set(), set()
     for key in names_in(values):
         try:
             if specs_in(changed(values, key)) == layers:
                 silent.add(key)
         except InputError:
-            asked.add(key)
+            required.add(key)
     assert silent <= {
         "rms_norm_eps",
         "max_position_embeddings",
     }  # norms of these families are not in attention
-    assert asked == {"model_type", "num_attention_heads", *ASKED_FOR[name]}
+    assert required == {"model_type", "num_attention_heads", *ASKED_FOR[name]}
 
 
 def test_yarn_mscale_needs_both_numbers():
@@ -965,13 +965,13 @@ def test_yarn_mscale_needs_both_numbers():
     and its factor from two lengths if missing.
     """
 
-    def scaling_of(**told):
+    def scaling_of(**numbers):
         rope = {
             "rope_type": "yarn",
             "rope_theta": 1e4,
             "factor": 4.0,
             "original_max_position_embeddings": 64,
-            **told,
+            **numbers,
         }
         return specs_of({**LLAMA, "rope_parameters": rope})[0].spec.rope.scaling
 
@@ -983,10 +983,10 @@ def test_yarn_mscale_needs_both_numbers():
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "mistral4"])
 @pytest.mark.parametrize(
-    "told",
+    "numbers",
     [{}, {"mscale": 0.7}, {"attention_factor": 1.7}, {"mscale": 0.7, "attention_factor": 1.7}],
 )
-def test_mscale_all_dim_scales_latents(family, told, tmp_path):
+def test_mscale_all_dim_scales_latents(family, numbers, tmp_path):
     """Latent attention scales scores by `mscale_all_dim` as the model does, whatever RoPE reads."""
     model = ALL[family]
     rope = {
@@ -994,7 +994,7 @@ def test_mscale_all_dim_scales_latents(family, told, tmp_path):
         "factor": 4.0,
         "original_max_position_embeddings": 16,
         "mscale_all_dim": 0.8,
-        **told,
+        **numbers,
     }
     parameters = {**model.config().rope_parameters, **rope}
     check_model(replace(model, options={**model.options, "rope_parameters": parameters}), tmp_path)
@@ -1254,8 +1254,10 @@ def test_all_transformers_families_are_known():
     assert not NOT_COVERED.keys() & FAMILIES.keys()
     assert not WITHOUT_ATTENTION & (FAMILIES.keys() | NOT_COVERED.keys())
     assert CONFIG_MAPPING_NAMES.keys() >= NOT_COVERED.keys() | WITHOUT_ATTENTION
-    said = FAMILIES.keys() | NOT_COVERED.keys() | WITHOUT_ATTENTION
-    assert [name for name in CONFIG_MAPPING_NAMES if name not in said and has_attention(name)] == []
+    known = FAMILIES.keys() | NOT_COVERED.keys() | WITHOUT_ATTENTION
+    assert [
+        name for name in CONFIG_MAPPING_NAMES if name not in known and has_attention(name)
+    ] == []
     assert len(NOT_COVERED) == sum(
         len(names.split()) for names in SENSES.values()
     )  # each is there once
@@ -1325,12 +1327,12 @@ def test_spec_command_prints_layer_kinds(tmp_path, capsys):
     (_, _, _, _, _, full, _) = json.loads((tmp_path / "s.json").read_text())["layers"]
     assert AttentionSpec.from_json(json.dumps(full["spec"])) == specs_of(values)[5].spec
     assert main(["spec", str(tmp_path), "--part", "vision_config"]) == 2
-    message = said_by(capsys)
+    message = printed_text(capsys)
     assert "text_config (gemma3_text)" in message
     assert rejects("…", part="vision_config").is_printed_in(message)
 
 
-def said_by(capsys):
+def printed_text(capsys):
     """Return the output of a command as one line, whatever the width."""
     captured = capsys.readouterr()
     return " ".join((captured.out + captured.err).split())
@@ -1341,17 +1343,17 @@ def test_spec_command_prints_every_part(tmp_path, capsys):
     values = transformers.CLIPConfig().to_dict()
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert main(["spec", str(tmp_path), "--json", str(tmp_path / "s.json")]) == 0
-    out = said_by(capsys)
+    out = printed_text(capsys)
     assert "text_config clip_text_model, layers 0 to 11 of 12: full_attention field" in out
     assert (
         "vision_config clip_vision_model, layers 0 to 11 of 12: full_attention, not causal field"
         in out
     )
-    said = json.loads((tmp_path / "s.json").read_text())
-    assert [layer["section"] for layer in said["layers"]] == ["text_config"] * 12 + [
+    report = json.loads((tmp_path / "s.json").read_text())
+    assert [layer["section"] for layer in report["layers"]] == ["text_config"] * 12 + [
         "vision_config"
     ] * 12
-    assert not said["not_read"]
+    assert not report["not_read"]
     for part in ("text_config", "vision_config"):
         assert specs_of(values, part=part) == specs_of(values[part])
         assert specs_of(tmp_path, part=part) == specs_of(values[part])
@@ -1381,20 +1383,20 @@ def test_spec_command_names_unread_parts(dialect, tmp_path, capsys):
     """
     (tmp_path / "config.json").write_text(json.dumps(WITH_PICTURES[dialect]))
     assert main(["spec", str(tmp_path), "--json", str(tmp_path / "s.json")]) == 0
-    out = said_by(capsys)
+    out = printed_text(capsys)
     assert "layers 0 to 79 of 80: full_attention" in out
     why = (
         "model_type 'qwen2_vl_vision' is not covered: its attention rotates by positions on two "
         "or three axes"
     )
     assert f"vision_config not read: {why}" in out
-    said = json.loads((tmp_path / "s.json").read_text())
-    assert why in said["not_read"]["vision_config"]
-    assert [layer["spec"] for layer in said["layers"]] == [
+    report = json.loads((tmp_path / "s.json").read_text())
+    assert why in report["not_read"]["vision_config"]
+    assert [layer["spec"] for layer in report["layers"]] == [
         layer.to_dict()["spec"] for layer in specs_of(QWEN2_VL["text_config"])
     ]
     assert main(["spec", str(tmp_path), "--part", "vision_config"]) == 2
-    assert why in said_by(capsys)
+    assert why in printed_text(capsys)
 
 
 def test_spec_command_names_unread_layers(tmp_path, capsys):
@@ -1403,7 +1405,7 @@ def test_spec_command_names_unread_layers(tmp_path, capsys):
     """
     (tmp_path / "config.json").write_text(json.dumps(transformers.CsmConfig().to_dict()))
     assert main(["spec", str(tmp_path)]) == 0
-    out = said_by(capsys)
+    out = printed_text(capsys)
     assert "depth_decoder_config csm_depth_decoder_model, layers 0 to 3 of 4: full_attention" in out
     assert (
         "csm not read: model_type 'csm' is not covered: its attention is outside the parts of "

@@ -45,7 +45,7 @@ WRONG = {
 def check_wrong(of, wrong, folder):
     """Check a model against layers that a function made wrong."""
     check_model(
-        MODELS[of], folder, lambda values: [wrong(each) for each in specs_of(values) if each.spec]
+        MODELS[of], folder, lambda values: [wrong(spec) for spec in specs_of(values) if spec.spec]
     )
 
 

@@ -32,10 +32,10 @@ def test_buckets_match_t5_at_all_distances(bidirectional):
         for max_distance in (num_exact + 1, 25, 27, 49, 98, 128, 1000):
             if max_distance <= num_exact:
                 continue
-            found = RelativeBias(num_buckets, max_distance, bidirectional).buckets()
+            actual = RelativeBias(num_buckets, max_distance, bidirectional).buckets()
             distances = torch.arange(-3 * max_distance, 3 * max_distance + 1)
             expected = bucket(distances, bidirectional, num_buckets, max_distance).numpy()
-            found = found[distances.clamp(-max_distance, max_distance) + max_distance]
+            actual = actual[distances.clamp(-max_distance, max_distance) + max_distance]
             steps = np.log(np.maximum(np.abs(distances.numpy()), num_exact) / num_exact)
             steps *= (count - num_exact) / np.log(max_distance / num_exact)
             is_decided = (np.abs(steps - np.round(steps)) > 1e-5) | (
@@ -43,5 +43,5 @@ def test_buckets_match_t5_at_all_distances(bidirectional):
             )
             is_decided |= (num_buckets, max_distance) == (32, 128)  # as T5 is released
             assert is_decided.mean() > 0.5
-            assert (found == expected)[is_decided].all(), (num_buckets, max_distance)
-            assert (np.abs(found - expected) <= 1).all(), (num_buckets, max_distance)
+            assert (actual == expected)[is_decided].all(), (num_buckets, max_distance)
+            assert (np.abs(actual - expected) <= 1).all(), (num_buckets, max_distance)

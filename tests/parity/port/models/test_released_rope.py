@@ -138,8 +138,8 @@ def test_partial_rope_matches_transformers():
         hidden_size=256, num_attention_heads=2, rope_parameters=parameters
     )
     expected, _ = ROPE_INIT_FUNCTIONS["linear"](config, "cpu")
-    found = Rope(scaling=LinearScaling(2.0), rotary_dim=32).frequencies(128)
-    np.testing.assert_array_max_ulp(found, expected.numpy(), maxulp=1)
+    actual = Rope(scaling=LinearScaling(2.0), rotary_dim=32).frequencies(128)
+    np.testing.assert_array_max_ulp(actual, expected.numpy(), maxulp=1)
 
 
 # ---- Layers --------------------------------------------------------------------------------------

@@ -58,11 +58,11 @@ def model(tmp_path):
         folder.mkdir()
         rows = {"q": 16, "k": 8, "v": 8, "o": 16}
         tensors = {
-            f"{PREFIX.format(i=i)}.{each}_proj.weight": rng.standard_normal((size, 16)).astype(
+            f"{PREFIX.format(i=i)}.{name}_proj.weight": rng.standard_normal((size, 16)).astype(
                 "float32"
             )
             for i in range(3)
-            for each, size in rows.items()
+            for name, size in rows.items()
         }
         without_lost = {
             name: x
@@ -97,11 +97,11 @@ def test_unread_keys_are_open_differences(model, capsys):
     status, line, left_out = compared(capsys, model("a"), model("b", **FOO), *FLAGS)
     assert status == 2
     assert "the same attention" not in line
-    assert {each["what"] for each in left_out} == {
+    assert {omission["what"] for omission in left_out} == {
         f"{name}={value}" for name, value in UNREAD.items()
     }
-    assert all(each["is_open"] and len(each["labels"]) == 3 for each in left_out)
-    assert all(each["what"] in line for each in left_out)
+    assert all(omission["is_open"] and len(omission["labels"]) == 3 for omission in left_out)
+    assert all(omission["what"] in line for omission in left_out)
 
 
 def test_equal_unread_keys_are_named(model, capsys):
@@ -111,7 +111,7 @@ def test_equal_unread_keys_are_named(model, capsys):
     status, line, left_out = compared(capsys, model("a", **FOO), model("b", **FOO), *FLAGS)
     assert status == 0
     assert "sliding_window=4" in line
-    assert not any(each["is_open"] for each in left_out)
+    assert not any(omission["is_open"] for omission in left_out)
 
 
 def test_converted_file_keeps_unread_keys(model, tmp_path, capsys):
@@ -170,7 +170,7 @@ def test_unread_keys_must_be_dropped(model, tmp_path, capsys):
     assert main([*convert, "--drop", ",".join(("rope", *UNREAD))]) == 0
     status, _, left_out = compared(capsys, source, target, *FLAGS)
     assert status == 2
-    assert {each["what"] for each in left_out} == {"rope", *UNREAD}
+    assert {omission["what"] for omission in left_out} == {"rope", *UNREAD}
     again = tmp_path / "c.npz"
     assert main(["convert", str(target), str(again), "--to", "W_q"]) == 0
     assert compared(capsys, source, again, *FLAGS)[0] == 2
@@ -187,8 +187,8 @@ def test_python_and_inspect_name_unread_keys(model, tmp_path, capsys):
     with warnings.catch_warnings(action="error"):
         parity.load(source, "transformers.LLaMA", prefix=PREFIX.format(i=0), spec=spec)
     assert main(["inspect", source, "--json", str(tmp_path / "i.json")]) == 0
-    (found,) = json.loads((tmp_path / "i.json").read_text())["layers"]
-    assert set(found["unread"]) == {f"{name}={value}" for name, value in UNREAD.items()}
+    (layer,) = json.loads((tmp_path / "i.json").read_text())["layers"]
+    assert set(layer["unread"]) == {f"{name}={value}" for name, value in UNREAD.items()}
     assert "sliding_window=4" in capsys.readouterr().err
 
 
@@ -231,7 +231,7 @@ def test_dropped_field_is_not_compared(model, tmp_path, capsys):
     assert status == 2
     assert "rope" in line
     assert "the same attention" not in line
-    assert [(each["what"], each["is_open"]) for each in left_out] == [("rope", True)]
+    assert [(omission["what"], omission["is_open"]) for omission in left_out] == [("rope", True)]
     assert compared(capsys, source, target, "--rope-theta", "10000")[::2] == (0, [])
     assert main(["diagnose", source, str(target)]) == 2
 
@@ -247,7 +247,7 @@ def test_missing_layers_are_not_compared(flags, model, capsys):
         status, line, left_out = compared(capsys, *files, *flags)
         assert status == 2
         assert f"layers.{layer}.self_attn" in line
-        assert {each["what"] for each in left_out} == {f"layers.{layer}.self_attn"}
+        assert {omission["what"] for omission in left_out} == {f"layers.{layer}.self_attn"}
     assert main(["compare", cut, other, "--prefix", PREFIX.format(i=0)]) == 0
 
 
@@ -260,7 +260,7 @@ def test_layer_only_in_metadata_is_missing(model, tmp_path, capsys):
         tensors = {name: file.get_tensor(name) for name in file.keys() if ".1." not in name}  # noqa: SIM118
     save_file(tensors, target, metadata)
     status, _, left_out = compared(capsys, target, target)
-    assert (status, {each["what"] for each in left_out}) == (2, {PREFIX.format(i=1)})
+    assert (status, {omission["what"] for omission in left_out}) == (2, {PREFIX.format(i=1)})
 
 
 def test_overriding_flag_is_named(model, capsys):
@@ -269,7 +269,9 @@ def test_overriding_flag_is_named(model, capsys):
     status, line, left_out = compared(capsys, folder, folder, "--rope-theta", "10000")
     assert status == 0
     assert "rope_theta=500000" in line
-    assert [(each["what"], each["is_open"]) for each in left_out] == [("rope_theta=500000", False)]
+    assert [(omission["what"], omission["is_open"]) for omission in left_out] == [
+        ("rope_theta=500000", False)
+    ]
     assert compared(capsys, folder, folder, "--rope-theta", "500000")[2] == []
     _, spec = parity.load(folder, prefix=PREFIX.format(i=0), rope=Rope(10000.0))
     assert spec.rope == Rope(10000.0)
@@ -325,9 +327,9 @@ def test_our_metadata_take_precedence(model, tmp_path, capsys):
     lost = json.loads(report.read_text())["metadata_left_out"]
     assert lost == ["format", "layout", "log", "ranks.norms"]
     assert ", ".join(lost) in capsys.readouterr().err
-    held = read_metadata(tmp_path / "b.npz")
-    assert (held["layout"], held["author"]) == ("canonical", "me")
-    assert not {"log", "ranks.norms"} & held.keys()
+    metadata = read_metadata(tmp_path / "b.npz")
+    assert (metadata["layout"], metadata["author"]) == ("canonical", "me")
+    assert not {"log", "ranks.norms"} & metadata.keys()
 
 
 def test_archive_and_shard_metadata(model, tmp_path):

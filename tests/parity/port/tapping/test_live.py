@@ -39,9 +39,9 @@ def test_live_layer_is_found_by_its_path(family):
     module = model.get_submodule(path)
     spec, weights = parity.from_transformers(model, path=path)
     assert spec == parity.specs_of(model.config)[1].spec
-    for given in ({}, {"path": path}):
-        found, others = parity.from_transformers(module, model.config, 1, **given)
-        assert found == spec
+    for options in ({}, {"path": path}):
+        loaded, others = parity.from_transformers(module, model.config, 1, **options)
+        assert loaded == spec
         assert all((others[name] == weight).all() for name, weight in weights.items())
 
 
@@ -110,9 +110,9 @@ def test_shared_t5_table_comes_with_model():
 def test_rules_agree_with_observation(family):
     """Rules and observation agree on both layers, with a spec and a share above 0."""
     model = small_model(family)
-    found = parity.layers_of(model, inputs_of(family))
-    assert [layer.source for layer in found] == ["both", "both"], "\n".join(map(str, found))
-    for layer, ruled in zip(found, parity.specs_of(model.config), strict=True):
+    layers = parity.layers_of(model, inputs_of(family))
+    assert [layer.source for layer in layers] == ["both", "both"], "\n".join(map(str, layers))
+    for layer, ruled in zip(layers, parity.specs_of(model.config), strict=True):
         assert layer.spec == ruled.spec
         assert layer.comparisons
         assert layer.share is not None
@@ -191,12 +191,12 @@ def test_layer_that_did_not_run_is_reported(monkeypatch):
     inputs = next(random_inputs(config))
     assert all(layer.spec is not None for layer in parity.layers_of(model, inputs))
     monkeypatch.setattr(model, "forward", model.text_model.forward)
-    found = {
+    reasons = {
         layer.name.split(".")[0]: layer
         for layer in parity.layers_of(model, {"input_ids": inputs["input_ids"]})
     }
-    assert found["text_model"].spec is not None
-    assert "did not run" in str(found["vision_model"])
+    assert reasons["text_model"].spec is not None
+    assert "did not run" in str(reasons["vision_model"])
 
 
 # ---- Folders of models without rules -------------------------------------------------------------
@@ -223,11 +223,14 @@ def test_folder_without_rules_is_run(unruled):
     """
     report = run_model(unruled, ["torch"], layers=[1], against="transformers")
     assert not report.failed
-    assert {each.backend for each in report.comparisons} == {"torch", "transformers"}
-    assert {each.case for each in report.comparisons} == {"layer-1-causal", "layer-1-decode"}
+    assert {comparison.backend for comparison in report.comparisons} == {"torch", "transformers"}
+    assert {comparison.case for comparison in report.comparisons} == {
+        "layer-1-causal",
+        "layer-1-decode",
+    }
     assert any(
-        "observed" in each and "rope=Rope(theta=10000.0): angles" in each
-        for each in report.warnings
+        "observed" in warning and "rope=Rope(theta=10000.0): angles" in warning
+        for warning in report.warnings
     )
 
 
@@ -241,9 +244,9 @@ def test_folder_without_rules_is_converted(unruled, tmp_path, monkeypatch, capsy
     assert (
         main(["convert", str(unruled), str(observed), "--to", "mha_torch", "--rest", "drop"]) == 0
     )
-    said = capsys.readouterr().err
-    assert "observed with random inputs" in said
-    assert "left out" in said
+    printed = capsys.readouterr().err
+    assert "observed with random inputs" in printed
+    assert "left out" in printed
     monkeypatch.undo()
     assert main(["convert", str(unruled), str(ruled), "--to", "mha_torch"]) == 0
     assert main(["compare", str(observed), str(ruled)]) == 0
@@ -261,7 +264,7 @@ def test_tap_against_folder_without_rules(unruled, tmp_path):
         model(**inputs_of("llama"))
     tapped.save(tmp_path / "tap.safetensors")
     report = tmp_path / "report.json"
-    told = [
+    arguments = [
         "diagnose",
         str(tmp_path / "tap.safetensors"),
         "--model",
@@ -269,7 +272,7 @@ def test_tap_against_folder_without_rules(unruled, tmp_path):
         "--json",
         str(report),
     ]
-    assert main(told) == 1
+    assert main(arguments) == 1
     (recording,) = json.loads(report.read_text())["recordings"]
     assert [layer["passed"] for layer in recording["layers"]] == [True, False]
 
@@ -277,12 +280,12 @@ def test_tap_against_folder_without_rules(unruled, tmp_path):
 def test_folder_with_missing_weights_raises(unruled, tmp_path):
     """A folder that lacks a weight raises an error that names it."""
     model = transformers.AutoModel.from_pretrained(unruled)
-    held = {
+    tensors = {
         name: tensor
         for name, tensor in model.state_dict().items()
         if "layers.1.self_attn.k_proj" not in name
     }
-    model.save_pretrained(tmp_path, state_dict=held)
+    model.save_pretrained(tmp_path, state_dict=tensors)
     with rejects(str(tmp_path), "layers.1.self_attn.k_proj.weight"):
         run_model(tmp_path, ["torch"], against="transformers")
 

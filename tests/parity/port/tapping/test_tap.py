@@ -249,10 +249,12 @@ def made(family, options, *, seed=0, implementation="eager"):
     """
     configuration = type(transformers.AutoConfig.for_model(family))
     known = configuration().to_dict().keys()
-    told = {name: value for name, value in options.items() if name in known and value is not None}
+    settings = {
+        name: value for name, value in options.items() if name in known and value is not None
+    }
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(
-        configuration(**told), attn_implementation=implementation
+        configuration(**settings), attn_implementation=implementation
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -293,7 +295,7 @@ def prompts(length=7, *, padded=0):
 
 
 def generate(model, count=4, **options):
-    told = {
+    arguments = {
         "do_sample": False,
         "max_new_tokens": count,
         "min_new_tokens": count,
@@ -301,7 +303,7 @@ def generate(model, count=4, **options):
         **options,
     }
     return model.generate(
-        **prompts(padded=2), **told, output_logits=True, return_dict_in_generate=True
+        **prompts(padded=2), **arguments, output_logits=True, return_dict_in_generate=True
     )
 
 
@@ -331,11 +333,11 @@ def test_tap_changes_and_leaves_nothing(implementation):
     functions, hooks = (AttentionInterface.get_interface, Cache.update), hooks_in(model)
     expected = generate(model)
     with parity.tap(model) as tapped:
-        found = generate(model)
+        actual = generate(model)
         assert hooks_in(model) != hooks
-    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(actual.sequences, expected.sequences)
     assert all(
-        torch.equal(one, other) for one, other in zip(found.logits, expected.logits, strict=True)
+        torch.equal(one, other) for one, other in zip(actual.logits, expected.logits, strict=True)
     )
     assert [len(layer.calls) for layer in tapped.layers] == [4] * 6
     assert hooks_in(model) == hooks
@@ -470,7 +472,7 @@ def test_caches_of_transformers_agree():
         )
         assert verdict.passed, name
         assert not any(layer.left_out for layer in verdict.layers), name
-        stages = {each.stage for each in verdict.layers[1].comparisons}
+        stages = {comparison.stage for comparison in verdict.layers[1].comparisons}
         assert ("step3.cache.keys" in stages) == (model is llama), name
     # If it is not known how a cache rounds, the first call alone is compared.
     verdict = with_cache(llama, of_minima(), lengths=(4, 1))
@@ -666,9 +668,9 @@ def test_injected_bug_is_found_in_16_bits(what):
     bug = BUGS[what]
     name = {"window wide": "gemma2", "no cap": "gemma2", "sinks of 0": "gpt_oss"}.get(what, "llama")
     verdict = verdict_of(of_six_layers(name).to(torch.bfloat16), bug, 2)
-    assert [each.index for each in verdict.layers if each.difference is not None] == [2]
-    (found,) = verdict.first.diagnosis.named
-    assert found.bugs[0] in bug.names
+    assert [layer.index for layer in verdict.layers if layer.difference is not None] == [2]
+    (finding,) = verdict.first.diagnosis.named
+    assert finding.bugs[0] in bug.names
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
@@ -682,7 +684,7 @@ def test_sdpa_with_static_cache_passes(options):
         verdict = parity.check_tap(tapped, specs, weights_in(model, tapped, specs))
         assert verdict.passed, str(verdict)
         assert {"q", "k", "v", "context", "output"} <= {
-            each.stage for each in verdict.layers[3].comparisons
+            comparison.stage for comparison in verdict.layers[3].comparisons
         }
 
 
@@ -754,7 +756,7 @@ def encoder_decoder(family, implementation="eager"):
 
 def from_encoded(model, **options):
     """Generate from two sequences, one of them padded; for whisper without padding."""
-    told = {
+    arguments = {
         "do_sample": False,
         "max_new_tokens": 4,
         "min_new_tokens": 4,
@@ -762,11 +764,11 @@ def from_encoded(model, **options):
         **options,
     }
     if model.config.model_type == "whisper":
-        return model.generate(torch.randn(2, 8, 16, dtype=model.dtype), **told)
+        return model.generate(torch.randn(2, 8, 16, dtype=model.dtype), **arguments)
     tokens = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
     mask[0, 5:] = 0
-    return model.generate(input_ids=tokens, attention_mask=mask, **told)
+    return model.generate(input_ids=tokens, attention_mask=mask, **arguments)
 
 
 def verdict_by_folder(model, tapped, folder):
@@ -789,10 +791,10 @@ def test_encoder_decoder_layers_pass(family, dtype, tmp_path):
     assert {layer.layer: layer.not_compared for layer in verdict.layers} == {
         f"{part} layer {index} ({kind})": "" for part, kind in parts for index in range(2)
     }
-    seen = {layer.layer: layer for layer in verdict.layers}[
+    comparisons = {layer.layer: layer for layer in verdict.layers}[
         "decoder layer 1 (cross_attention)"
     ].comparisons
-    assert [each.stage for each in seen[:7]] == [
+    assert [comparison.stage for comparison in comparisons[:7]] == [
         "mask",
         "q",
         "k",
@@ -803,10 +805,14 @@ def test_encoder_decoder_layers_pass(family, dtype, tmp_path):
     ]
     queries, keys = (
         2 * sum(len(call.values["input"][0]) for call in tapped.layers[-1].calls),
-        {seen[2].shape[2]},
+        {comparisons[2].shape[2]},
     )
     assert (
-        sum(each.shape[0] * each.shape[1] for each in seen if each.stage == "output")
+        sum(
+            comparison.shape[0] * comparison.shape[1]
+            for comparison in comparisons
+            if comparison.stage == "output"
+        )
         == queries
         >= 8
     )
@@ -822,9 +828,9 @@ def test_cross_attention_passes_with_cache(options, tmp_path):
     with parity.tap(model) as tapped:
         from_encoded(model, **options)
     crossing = [layer for layer in tapped.layers if "encoder_attn" in layer.name]
-    held = [["k" in call.values for call in layer.calls] for layer in crossing]
+    has_keys = [["k" in call.values for call in layer.calls] for layer in crossing]
     assert (
-        held == [[True, *[bool(options.get("use_cache") is False)] * 3]] * 2
+        has_keys == [[True, *[bool(options.get("use_cache") is False)] * 3]] * 2
     )  # made once, and kept
     verdict = verdict_by_folder(model, tapped, tmp_path)
     assert all(layer.passed for layer in verdict.layers if "cross" in layer.layer), str(verdict)
@@ -850,9 +856,9 @@ def test_cross_attention_bugs_are_found(tmp_path):
     def wrong():
         with parity.tap(model) as tapped:
             from_encoded(model)
-        (found,) = parity.check_tap(tapped, specs, weights).wrong
-        assert found.layer == "decoder layer 1 (cross_attention)"
-        return stage_named(found.difference.stage).quantity, found.diagnosis
+        (layer,) = parity.check_tap(tapped, specs, weights).wrong
+        assert layer.layer == "decoder layer 1 (cross_attention)"
+        return stage_named(layer.difference.stage).quantity, layer.diagnosis
 
     with ExitStack() as stack:
         BUGS["k and v"].inject(model, module, stack)
@@ -885,7 +891,7 @@ def test_uncomparable_cross_attention(tmp_path):
     model = encoder_decoder("bart")
     with parity.tap(model) as tapped:
         from_encoded(model)
-    specs = [replace(each, kind="full_attention") for each in specs_of(model.config.to_dict())]
+    specs = [replace(spec, kind="full_attention") for spec in specs_of(model.config.to_dict())]
     model.save_pretrained(tmp_path)
     verdict = parity.check_tap(tapped, specs, layers_in(tmp_path)[1])
     reasons = [layer.not_compared for layer in verdict.layers if "encoder_attn" in layer.name]
@@ -942,9 +948,9 @@ def test_parts_with_equal_paths_are_separate(tmp_path):
     ]
     assert [layer.layer for layer in verdict.layers] == parts
     specs, weights = layers_in(tmp_path)
-    verdict = parity.check_tap(tapped, [replace(each, part="") for each in specs], weights)
-    told = "it may be any of 2 layers of the model, by its name"
-    assert (verdict.layers[0].not_compared, verdict.passed) == (told, False)
+    verdict = parity.check_tap(tapped, [replace(spec, part="") for spec in specs], weights)
+    reason = "it may be any of 2 layers of the model, by its name"
+    assert (verdict.layers[0].not_compared, verdict.passed) == (reason, False)
 
 
 def test_bert_layers_end_at_the_context():
@@ -987,14 +993,14 @@ def test_bert_layers_end_at_the_context():
 def trials():
     """Return models, bugs and layers, in random order."""
     rng = random.Random(0)
-    found = []
+    rows = []
     for name in SIX_LAYERS:
         layers = specs_of(of_six_layers(name).config.to_dict())
         for what, bug in BUGS.items():
             if fitting := [layer.index for layer in layers if bug.fits(layer.spec)]:
-                found.append((name, what, rng.choice(fitting)))
-    rng.shuffle(found)
-    return (found * (1 + TRIALS // len(found)))[:TRIALS]
+                rows.append((name, what, rng.choice(fitting)))
+    rng.shuffle(rows)
+    return (rows * (1 + TRIALS // len(rows)))[:TRIALS]
 
 
 def verdict_of(model, bug=None, layer=0):
@@ -1021,9 +1027,9 @@ def test_injected_bugs_are_found_and_named():
     for seed, (name, what, layer) in enumerate(trials()):
         bug = BUGS[what]
         verdict = verdict_of(of_six_layers(name, seed=seed), bug, layer)
-        wrong = [each.index for each in verdict.layers if each.difference is not None]
+        wrong = [layer.index for layer in verdict.layers if layer.difference is not None]
         first = verdict.first
-        names = [each for found in first.diagnosis.named for each in found.bugs] if first else []
+        names = [bug for finding in first.diagnosis.named for bug in finding.bugs] if first else []
         stage = stage_named(first.difference.stage).quantity if first else ""
         if (
             wrong != [layer]
@@ -1055,9 +1061,9 @@ def test_verdict_names_layer_and_bug():
     assert "First wrong stage: step0.mask, which should be exact" in str(verdict)
     # The mask of a step of one token is right.
     assert "one key too wide, in calls of several tokens" in str(verdict)
-    told = verdict.to_dict()
-    assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
-    assert told["layers"][4]["diagnosis"]["findings"][0]["bugs"] == ["window-one-too-wide"]
+    content = verdict.to_dict()
+    assert [layer["passed"] for layer in content["layers"]] == [True] * 4 + [False, True]
+    assert content["layers"][4]["diagnosis"]["findings"][0]["bugs"] == ["window-one-too-wide"]
 
 
 # ---- Two recordings ------------------------------------------------------------------------------
@@ -1065,10 +1071,10 @@ def test_verdict_names_layer_and_bug():
 
 def in_steps(model, tokens, first):
     """Run a prompt, then token by token."""
-    found = model(tokens[:, :first], use_cache=True)
+    result = model(tokens[:, :first], use_cache=True)
     for index in range(first, tokens.shape[1]):
-        found = model(
-            tokens[:, index : index + 1], past_key_values=found.past_key_values, use_cache=True
+        result = model(
+            tokens[:, index : index + 1], past_key_values=result.past_key_values, use_cache=True
         )
 
 
@@ -1211,7 +1217,9 @@ def test_tap_of_mha_torch_modules():
     weights = {index: parity.weights_of(model[index].attn) for index in range(2)}
     verdict = parity.check_tap(tapped, dict.fromkeys(range(2), spec), weights)
     assert verdict.passed
-    assert {each.stage for each in verdict.layers[0].comparisons} == SEEN - {"attn_weights"}
+    assert {comparison.stage for comparison in verdict.layers[0].comparisons} == SEEN - {
+        "attn_weights"
+    }
     weights[1] = {**weights[1], "q_proj.weight": weights[1]["q_proj.weight"].T.copy()}
     verdict = parity.check_tap(tapped, dict.fromkeys(range(2), spec), weights)
     assert verdict.first.index == 1
@@ -1229,8 +1237,8 @@ def test_tap_of_torch_fast_path():
     with torch.no_grad():
         expected, _ = module(x, x, x, need_weights=False)
         with parity.tap(model) as tapped:
-            found, _ = module(x, x, x, need_weights=False)
-    assert torch.equal(found, expected)
+            actual, _ = module(x, x, x, need_weights=False)
+    assert torch.equal(actual, expected)
     assert "forward" not in vars(module)
     assert tapped.layers[0].calls[0].values["input"].shape == (2, 6, 32)
     specs, weights = {0: parity.spec_of(module)}, {0: parity.weights_of(module)}
@@ -1268,16 +1276,16 @@ def test_invalid_taps_raise():
     with rejects("model"):
         parity.tap(torch.compile(model, backend="eager")).__enter__()
     specs, tokens = specs_of(model.config.to_dict()), prompts(6)["input_ids"]
-    found = model(tokens, use_cache=True)
+    result = model(tokens, use_cache=True)
     with parity.tap(model) as late:
-        model(tokens[:, :1], past_key_values=found.past_key_values, use_cache=True)
+        model(tokens[:, :1], past_key_values=result.past_key_values, use_cache=True)
     weights = weights_in(model, late, specs)
     with rejects("model.layers.0.self_attn", "a cache of 6 tokens"):
         parity.check_tap(late, specs, weights)
     with parity.tap(model) as cropped:
-        found = model(tokens, use_cache=True)
-        found.past_key_values.crop(-3)
-        model(tokens[:, :1], past_key_values=found.past_key_values, use_cache=True)
+        result = model(tokens, use_cache=True)
+        result.past_key_values.crop(-3)
+        model(tokens[:, :1], past_key_values=result.past_key_values, use_cache=True)
     with rejects("model.layers.0.self_attn", "a cache of 3 tokens after 6"):
         parity.check_tap(cropped, specs, weights)
     with parity.tap(model) as none:
@@ -1348,14 +1356,14 @@ def test_padding_inside_prompt_is_left_out():
         model(input_ids=tokens, attention_mask=real)
     verdict = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights)
     assert verdict.passed, str(verdict)
-    told = [each.left_out for each in verdict.layers]
-    assert told[0] == told[1] == told[2]
-    assert told[0].startswith("in sequence 0 of its batch padding lies between")
-    assert told[3] == ""
+    reasons = [layer.left_out for layer in verdict.layers]
+    assert reasons[0] == reasons[1] == reasons[2]
+    assert reasons[0].startswith("in sequence 0 of its batch padding lies between")
+    assert reasons[3] == ""
     with parity.tap(model) as tapped, torch.no_grad():
         model(input_ids=tokens[:1], attention_mask=real[:1])
     verdict = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights)
-    assert [bool(each.not_compared) for each in verdict.layers] == [True, True, True, False]
+    assert [bool(layer.not_compared) for layer in verdict.layers] == [True, True, True, False]
     assert str(verdict).count("padding lies between its real tokens") == 1
 
 
@@ -1375,14 +1383,16 @@ def test_explanation_is_reused_in_layers(monkeypatch):
     diagnose = taps.diagnose
     monkeypatch.setattr(taps, "diagnose", counting)
     verdict = parity.check_tap(tapped, specs_of(model.config.to_dict()), weights)
-    found = [layer.diagnosis for layer in verdict.layers]
-    assert [each and each.likely_bug for each in found] == ["rope-scaling"] * 3 + [None]
+    diagnoses = [layer.diagnosis for layer in verdict.layers]
+    assert [diagnosis and diagnosis.likely_bug for diagnosis in diagnoses] == [
+        "rope-scaling"
+    ] * 3 + [None]
     of_first_layer = {arguments[1].case.name for arguments in searched}
     assert of_first_layer == {"layer 0 (sliding_attention)"}
-    for diagnosis in found[1:3]:
+    for diagnosis in diagnoses[1:3]:
         assert (
             diagnosis.named[0].about
-            == found[0].named[0].about
+            == diagnoses[0].named[0].about
             == "RoPE's positions are divided by 8"
         )
 
@@ -1419,8 +1429,8 @@ class NnxBlock(nnx.Module):
 
     def __call__(self, x, **keywords):
         for layer in self.layers:
-            found = layer(x, **keywords)
-            x = x + (found[0] if isinstance(found, tuple) else found)
+            output = layer(x, **keywords)
+            x = x + (output[0] if isinstance(output, tuple) else output)
         return x
 
 
@@ -1457,8 +1467,8 @@ def test_linen_layers_pass(rng):
     variables = model.init(jax.random.key(0), x, mask)
     expected, sow = model.apply(variables, x, mask), linen.Module.sow
     with parity.tap(model) as tapped:
-        found = model.apply(variables, x, mask)
-    assert np.array_equal(found, expected)
+        actual = model.apply(variables, x, mask)
+    assert np.array_equal(actual, expected)
     assert linen.Module.sow is sow
     names = [f"MultiHeadDotProductAttention_{index}" for index in range(2)]
     assert [(layer.name, layer.index, len(layer.calls)) for layer in tapped.layers] == [
@@ -1473,7 +1483,7 @@ def test_linen_layers_pass(rng):
     }
     verdict = verdict_in_flax(tapped, weights)
     assert verdict.passed, str(verdict)
-    assert [each.stage for each in verdict.layers[1].comparisons] == [
+    assert [comparison.stage for comparison in verdict.layers[1].comparisons] == [
         "mask",
         "q",
         "k",
@@ -1496,15 +1506,15 @@ def test_nnx_layers_pass(rng):
     mask = nnx.make_causal_mask(x[..., 0])
     call, expected = nnx.MultiHeadAttention.__call__, model(x, mask=mask)
     with parity.tap(model) as tapped:
-        found = model(x, mask=mask, sow_weights=True)
+        actual = model(x, mask=mask, sow_weights=True)
     assert nnx.MultiHeadAttention.__call__ is call
-    assert np.allclose(found, expected, atol=1e-6)  # with weights it runs a different path
+    assert np.allclose(actual, expected, atol=1e-6)  # with weights it runs a different path
     assert [layer.name for layer in tapped.layers] == ["layers.0", "layers.1"]
     weights = {index: parity.weights_of(layer) for index, layer in enumerate(model.layers)}
     verdict = verdict_in_flax(tapped, weights)
     assert verdict.passed, str(verdict)
     stages = ["mask", "q", "k", "v", "attn_weights", "context", "output"]
-    assert [each.stage for each in verdict.layers[1].comparisons] == stages
+    assert [comparison.stage for comparison in verdict.layers[1].comparisons] == stages
     with parity.tap(model) as again:
         assert np.array_equal(model(x, mask=mask), expected)
     assert verdict_in_flax(again, weights).passed
@@ -1517,9 +1527,9 @@ def test_jax_and_torch_taps_agree(rng):
     weights = [parity.random_weights(FULL, seed) for seed in (1, 2)]
     ours = NnxBlock(lambda: mha_jax.MultiHeadAttention(FULL, rngs=nnx.Rngs(0)))
     theirs = torch.nn.ModuleList([mha_torch.MultiHeadAttention(FULL) for _ in weights])
-    for index, each in enumerate(weights):
-        parity.load_into(ours.layers[index], each, FULL)
-        parity.load_into(theirs[index], each, FULL)
+    for index, weight in enumerate(weights):
+        parity.load_into(ours.layers[index], weight, FULL)
+        parity.load_into(theirs[index], weight, FULL)
     x = rng.standard_normal((2, 6, 32), dtype=np.float32)
     with parity.tap(ours) as one:
         ours(jnp.asarray(x), is_causal=True, need_weights=True)
@@ -1530,8 +1540,8 @@ def test_jax_and_torch_taps_agree(rng):
     for tapped in (one, other):
         verdict = verdict_in_flax(tapped, dict(enumerate(weights)))
         assert verdict.passed, str(verdict)
-        seen = {each.stage for each in verdict.layers[1].comparisons}
-        assert seen == (SEEN if tapped is other else {"attn_weights", "output"})
+        stages = {comparison.stage for comparison in verdict.layers[1].comparisons}
+        assert stages == (SEEN if tapped is other else {"attn_weights", "output"})
     difference = parity.compare_taps(one, other)
     assert difference.agrees, str(difference)
     assert difference.layers[1].errors.keys() == {"input", "attn_weights", "output"}
@@ -1598,13 +1608,13 @@ def test_other_nnx_library_by_layer_number(rng):
         for number in numbers:
             getattr(model, f"layers_{number}")(x, positions)
     assert [layer.name for layer in tapped.layers] == [f"layers_{number}" for number in numbers]
-    named = {f"model.layers.{number}.self_attn": held for number, held in weights.items()}
+    named = {f"model.layers.{number}.self_attn": weight for number, weight in weights.items()}
     specs = [
         ModelLayer(number, "", spec, {}, path=f"layers.{number}.self_attn") for number in numbers
     ]
     verdict = parity.check_tap(tapped, specs, named)
     assert verdict.passed, str(verdict)
-    assert [[each.stage for each in layer.comparisons] for layer in verdict.layers] == [
+    assert [[comparison.stage for comparison in layer.comparisons] for layer in verdict.layers] == [
         ["output"]
     ] * 12
     named["model.layers.10.self_attn"] = weights[2]
@@ -1696,8 +1706,8 @@ def test_diagnose_command_uses_model(recordings, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "First wrong layer: layer 4 (sliding_attention)" in out
     assert "Likely bug: window-one-too-wide" in out
-    (told,) = json.loads((tmp_path / "told.json").read_text())["recordings"]
-    assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
+    (recording,) = json.loads((tmp_path / "told.json").read_text())["recordings"]
+    assert [layer["passed"] for layer in recording["layers"]] == [True] * 4 + [False, True]
     page = tmp_path / "page.html"
     assert main(["diagnose", right, "--model", model, "--html", str(page)]) == 0
     assert "6 layers agree with the reference, each for its own input" in capsys.readouterr().out
@@ -1711,14 +1721,26 @@ def test_diagnose_command_uses_model(recordings, tmp_path, capsys):
 def test_compare_command_with_recordings(recordings, tmp_path, capsys):
     """`compare --model` fails the wrong layer of one recording, in JSON and in the HTML page."""
     model, right, wrong = recordings
-    page, told = tmp_path / "page.html", tmp_path / "told.json"
+    page, report_path = tmp_path / "page.html", tmp_path / "told.json"
     assert (
-        main(["compare", right, wrong, "--model", model, "--html", str(page), "--json", str(told)])
+        main(
+            [
+                "compare",
+                right,
+                wrong,
+                "--model",
+                model,
+                "--html",
+                str(page),
+                "--json",
+                str(report_path),
+            ]
+        )
         == 1
     )
     assert "do NOT agree with the float64 reference: 6 cases" in capsys.readouterr().out
-    found = json.loads(told.read_text())
-    assert {each["case"] for each in found["results"] if each["status"] == "failed"} == {
+    report = json.loads(report_path.read_text())
+    assert {result["case"] for result in report["results"] if result["status"] == "failed"} == {
         "layer 4 (sliding_attention)"
     }
     strips = re.findall(r'<svg class="heat layers".*?</svg>', page.read_text("utf-8"))
@@ -1733,13 +1755,13 @@ def test_two_recordings_without_model(recordings, tmp_path, capsys):
     `compare` prints all stages.
     """
     _, right, wrong = recordings
-    told = tmp_path / "told.json"
+    report_path = tmp_path / "told.json"
     for command in ("compare", "diagnose"):
-        assert main([command, right, wrong, "--json", str(told)]) == 1
+        assert main([command, right, wrong, "--json", str(report_path)]) == 1
         out = capsys.readouterr().out
         assert "layer 4 (sliding_attention), stage mask: " in out
         assert ("attn_weights" in out) == (command == "compare")
-        assert json.loads(told.read_text())["layers"][4]["stage"] == "mask"
+        assert json.loads(report_path.read_text())["layers"][4]["stage"] == "mask"
 
 
 def test_dropped_window_keys_are_restored():
@@ -1747,8 +1769,8 @@ def test_dropped_window_keys_are_restored():
     cached, joined = np.ones((1, 2, 3, 4), np.float32), {"k": np.arange(40.0).reshape(1, 2, 5, 4)}
     whole = TappedCall({"cache.keys": cached}, past=4)
     np.testing.assert_array_equal(_cache(whole, joined, "k"), cached)
-    found = _cache(replace(whole, first_key=2), joined, "k")
-    np.testing.assert_array_equal(found, np.concatenate([joined["k"][:, :, :2], cached], axis=2))
+    restored = _cache(replace(whole, first_key=2), joined, "k")
+    np.testing.assert_array_equal(restored, np.concatenate([joined["k"][:, :, :2], cached], axis=2))
 
 
 def test_narrow_terminal_prints_each_layer(recordings):
@@ -1804,7 +1826,7 @@ def test_nnx_steps_with_cache_pass(rng):
     assert [call.past for call in tapped.layers[0].calls] == list(range(6))
     verdict = verdict_in_flax(tapped, {0: parity.weights_of(model.layers[0])})
     assert verdict.passed, str(verdict)
-    assert [each.stage for each in verdict.layers[0].comparisons] == [
+    assert [comparison.stage for comparison in verdict.layers[0].comparisons] == [
         "mask",
         "q",
         "k",

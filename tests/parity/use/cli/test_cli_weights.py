@@ -458,8 +458,8 @@ def test_dry_run_names_hint_sources(source, tmp_path, config, others, origins):
     caller or the shapes.
     """
     (tmp_path / "config.json").write_text(json.dumps(config))
-    told = [] if config is LLAMA else ["--from", "transformers.LLaMA", "--prefix", PREFIX]
-    plan, _ = planned(source, tmp_path / "b.npz", "--to", "meta.LLaMA", *told, *others)
+    hints = [] if config is LLAMA else ["--from", "transformers.LLaMA", "--prefix", PREFIX]
+    plan, _ = planned(source, tmp_path / "b.npz", "--to", "meta.LLaMA", *hints, *others)
     assert plan["layers"]
     for layer in plan["layers"]:
         assert origins.items() <= layer["hints"].items()
@@ -492,9 +492,11 @@ def test_dry_run_fails_like_conversion(source, tmp_path, capsys, case):
         others += ["--ranks", "2"]
     if case == "NaN":
         with open_tensors(source) as file:
-            held = {name: file.read(name).copy() for name in file.infos}
-        held["model.layers.1.self_attn.v_proj.weight"][0, 0] = np.nan
-        write_tensors(source, {n: (x.shape, x.dtype) for n, x in held.items()}, held.__getitem__)
+            tensors = {name: file.read(name).copy() for name in file.infos}
+        tensors["model.layers.1.self_attn.v_proj.weight"][0, 0] = np.nan
+        write_tensors(
+            source, {n: (x.shape, x.dtype) for n, x in tensors.items()}, tensors.__getitem__
+        )
     before = sorted(os.listdir(tmp_path))
     assert main(convert(source, tmp_path / target, *others, "--dry-run")) == 2
     dry = capsys.readouterr()
@@ -535,11 +537,11 @@ def test_unnestable_names_are_rejected(source, tmp_path, capsys):
     conversion.
     """
     with open_tensors(source) as file:
-        held = {name: file.read(name).copy() for name in file.infos} | {
+        tensors = {name: file.read(name).copy() for name in file.infos} | {
             "x": np.ones(1),
             "x.y": np.ones(1),
         }
-    write_tensors(source, {n: (x.shape, x.dtype) for n, x in held.items()}, held.__getitem__)
+    write_tensors(source, {n: (x.shape, x.dtype) for n, x in tensors.items()}, tensors.__getitem__)
     for more in (["--dry-run"], []):
         assert main(convert(source, tmp_path / "b.msgpack", "--to", "W_q", *more)) == 2
         assert "no name may be a level of another one" in capsys.readouterr().err
@@ -889,7 +891,7 @@ def test_verify_compares_all_layers(source, tmp_path, capsys):
         in capsys.readouterr().out
     )
     layers = json.loads(report.read_text())["layers"]
-    assert [each["layers"] for each in layers] == [
+    assert [layer["layers"] for layer in layers] == [
         [PREFIX.replace("{i}", str(i)), f"layers.attn[{i}]"] for i in range(2)
     ]
 
@@ -1009,15 +1011,15 @@ def test_convert_warns_of_skipped_content(tmp_path, capsys):
         "4",
     ]
     assert main(arguments) == 0
-    told = json.loads(report.read_text())
-    assert {"step", "opt.param_groups.0.lr"} <= set(told["left_out"])
-    assert told["unconverted"] == ["ema.layers.{i}.self_attn"]
-    assert "opt.state.0.exp_avg" in told["optimizer_state"]
+    content = json.loads(report.read_text())
+    assert {"step", "opt.param_groups.0.lr"} <= set(content["left_out"])
+    assert content["unconverted"] == ["ema.layers.{i}.self_attn"]
+    assert "opt.state.0.exp_avg" in content["optimizer_state"]
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 3
     assert all(line.startswith("mha-parity: warning: ") and len(line) < 400 for line in warnings)
     assert "not tensors" in warnings[0]
-    assert f"({len(told['left_out'])})" in warnings[0]
+    assert f"({len(content['left_out'])})" in warnings[0]
     assert "ema.layers.{i}.self_attn" in warnings[1]
     assert "exp_avg" in warnings[2]
 

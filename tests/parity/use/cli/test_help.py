@@ -54,9 +54,9 @@ def test_every_command_module_is_registered():
     modules of COMMANDS.
     """
     modules = [
-        importlib.import_module(f"{package.__name__}.{found.name}")
+        importlib.import_module(f"{package.__name__}.{module.name}")
         for package in (parity.use.cli, parity_lab.commands)
-        for found in pkgutil.iter_modules(package.__path__)
+        for module in pkgutil.iter_modules(package.__path__)
     ]
     registered = {
         module.__name__ for module in modules if isinstance(getattr(module, "run", None), Command)
@@ -71,16 +71,16 @@ def test_command_help_is_complete(capsys):
     """
     for name, page in PAGES.items():
         assert main([name, "--help"]) == 0, name
-        said = capsys.readouterr().out
-        words = " ".join(said.split())
+        printed = capsys.readouterr().out
+        words = " ".join(printed.split())
         assert page.about in words, name
         assert words.index(page.about) < words.index("All commands:"), name
-        status = re.search(r"Exit status:\n  0 .+; 2 bad usage or something missing\n", said)
+        status = re.search(r"Exit status:\n  0 .+; 2 bad usage or something missing\n", printed)
         assert status, name
         assert ("; 1 " in status[0]) == bool(page.wrong), name
-        assert max(map(len, said.splitlines())) <= 100, name
+        assert max(map(len, printed.splitlines())) <= 100, name
         assert main(["help", name]) == 0
-        assert capsys.readouterr().out == said
+        assert capsys.readouterr().out == printed
 
 
 def test_help_all_shows_rare_options(capsys):
@@ -98,12 +98,12 @@ def test_help_all_shows_rare_options(capsys):
         with_hidden.append(name)
         assert "--help-all" in usual, name
         assert main([name, "--help-all"]) == 0
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
         for option in hidden:
             assert f"  {option.opts[0]} " not in usual, name
-            assert f"  {option.opts[0]} " in said, name
-        assert {*usual.split()} <= {*said.split()}, name
-        assert max(map(len, said.splitlines())) <= 100, name
+            assert f"  {option.opts[0]} " in printed, name
+        assert {*usual.split()} <= {*printed.split()}, name
+        assert max(map(len, printed.splitlines())) <= 100, name
         # The help after it hides them again.
         assert main([name, "--help"]) == 0
         assert capsys.readouterr().out == usual
@@ -144,8 +144,8 @@ def test_bare_command_prints_the_help(capsys):
     for words in ([], ["help"], ["--help"], ["-h"]):
         assert main(words) == 0, words
         printed.add(capsys.readouterr().out)
-    (said,) = printed
-    assert re.findall(r"^  ([a-z-]+)  ", said, re.MULTILINE) == [
+    (text,) = printed
+    assert re.findall(r"^  ([a-z-]+)  ", text, re.MULTILINE) == [
         name for names in GROUPS.values() for name in names
     ]
 
@@ -206,7 +206,7 @@ def test_pages_use_existing_options():
         *ROOT.glob("parity/bugs/*.md"),
         *ROOT.glob("examples/*.md"),
     ]
-    wrong, seen = [], 0
+    wrong, count = [], 0
     flags = {
         name: {flag for parameter in page.params for flag in parameter.opts}
         for name, page in PAGES.items()
@@ -220,7 +220,7 @@ def test_pages_use_existing_options():
             if command not in flags:
                 continue
             for option in re.findall(r"(?<!\S)--[a-z][\w-]*", words.split(" -- ")[0]):
-                seen += 1
+                count += 1
                 if option not in flags[command] | {"--no-causal", "--help"}:
                     wrong.append(f"{page.name}: {command} {option}")
         # Rows of a table describe options of the commands that the page calls.
@@ -228,7 +228,7 @@ def test_pages_use_existing_options():
         for option in re.findall(r"^\| `(--[a-z][\w-]*)", text, re.MULTILINE):
             if option not in options:
                 wrong.append(f"{page.name}: a row of {option}")
-    assert seen > 50
+    assert count > 50
     assert wrong == []
 
 
@@ -408,7 +408,7 @@ def test_option_type_is_same_everywhere():
                 kind = ("text", parameter.nargs)
             for flag in parameter.opts if isinstance(parameter, click.Option) else ():
                 kinds.setdefault(flag, {}).setdefault(kind, []).append(name)
-    assert {flag: found for flag, found in kinds.items() if len(found) > 1} == {}
+    assert {flag: types for flag, types in kinds.items() if len(types) > 1} == {}
 
 
 def test_arguments_have_help_text():
@@ -602,11 +602,11 @@ def test_completion_finds_words(monkeypatch, capsys):
         monkeypatch.setenv("COMP_WORDS", shlex.join(words))
         monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
         assert main([]) == 0
-        found = capsys.readouterr().out.splitlines()
+        printed = capsys.readouterr().out.splitlines()
         if line in lines:
-            assert {each.removeprefix("plain,") for each in found} == expected, line
+            assert {word.removeprefix("plain,") for word in printed} == expected, line
         else:
-            assert found == [expected], line
+            assert printed == [expected], line
 
 
 @pytest.mark.parametrize(
@@ -829,8 +829,8 @@ def test_wheel_excludes_clone_only_packages():
     and no .npz files.
     """
     config = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    found = set(find_packages(str(ROOT), **config["packages"]["find"]))
-    assert {name.partition(".")[0] for name in found} == {
+    packages = set(find_packages(str(ROOT), **config["packages"]["find"]))
+    assert {name.partition(".")[0] for name in packages} == {
         "mha_spec",
         "mha_jax",
         "mha_torch",
@@ -838,7 +838,7 @@ def test_wheel_excludes_clone_only_packages():
         "ttnn_mock",
         "parity",
     }
-    assert {"parity.use.cli", "parity.measure.pretrained", "mha_jax.kernels"} <= found
+    assert {"parity.use.cli", "parity.measure.pretrained", "mha_jax.kernels"} <= packages
     assert not any(
         "npz" in pattern for patterns in config["package-data"].values() for pattern in patterns
     )
@@ -877,10 +877,10 @@ def test_wheel_is_small_and_complete(tmp_path):
         [sys.executable, "-m", "pip", *build, str(source)], check=True, capture_output=True
     )
     (wheel,) = tmp_path.glob("mha_parity-*.whl")
-    held = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"parity/bugs/{page.name}" for page in (ROOT / "parity" / "bugs").glob("*.md")} <= held
-    assert {"parity/__init__.pyi", "parity/py.typed"} <= held
-    assert not any(name.startswith("parity_lab") for name in held)
+    files = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"parity/bugs/{page.name}" for page in (ROOT / "parity" / "bugs").glob("*.md")} <= files
+    assert {"parity/__init__.pyi", "parity/py.typed"} <= files
+    assert not any(name.startswith("parity_lab") for name in files)
     assert wheel.stat().st_size < 4_500_000
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     command = [sys.executable, "-m", "parity", "bench"]  # -m imports the package in this folder

@@ -332,14 +332,14 @@ def test_mesh_processes_have_safe_path(monkeypatch):
 
 @pytest.mark.costly("a program in place of an interpreter")
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "words"),
     [
         ("sleep 20 & exit 0", ["exit status 0", "nothing on standard error"]),
         ("echo oops >&2; exit 1", ["exit status 1", "oops"]),
         ("printf 'bad \\222' >&2; exit 3", ["exit status 3", "bad \ufffd"]),
     ],
 )
-def test_non_python_program_is_named(tmp_path, script, told):
+def test_non_python_program_is_named(tmp_path, script, words):
     """A program that is not Python raises an OSError within 10 seconds, with its path, exit
     status and standard error.
     """
@@ -353,7 +353,7 @@ def test_non_python_program_is_named(tmp_path, script, told):
     ):
         elsewhere.wait()
     assert time.monotonic() - begun < 10
-    assert all(each in str(caught.value) for each in [str(python), *told])
+    assert all(word in str(caught.value) for word in [str(python), *words])
 
 
 # ---- Sizes ---------------------------------------------------------------------------------------
@@ -390,8 +390,8 @@ def test_head_search_tries_only_divisors():
         for name in PROJECTIONS
     }
     with within(30):
-        found = find_spec(shapes, LAYOUTS["canonical"], LayerHints(16, 16))
-    assert found.head_dim == 900_900
+        heads = find_spec(shapes, LAYOUTS["canonical"], LayerHints(16, 16))
+    assert heads.head_dim == 900_900
 
 
 def test_empty_tensors_are_listed_quickly(tmp_path, capsys):
@@ -531,7 +531,7 @@ def tap(path, kind="self", changed=(), **layer):
         "0/0/q": np.ones((1, 2, 3, 4), np.float32),
         **dict(changed),
     }
-    told = {
+    metadata = {
         "name": "attn",
         "index": 0,
         "module": "A",
@@ -540,8 +540,8 @@ def tap(path, kind="self", changed=(), **layer):
         "training": False,
     }
     call = {"past": 0, "first_key": 0, "continued_rows": None}
-    told |= {"attention": "", "scale": None, "calls": [call], **layer}
-    entries = {"layers": [told], "config": {}, "model": "M"}
+    metadata |= {"attention": "", "scale": None, "calls": [call], **layer}
+    entries = {"layers": [metadata], "config": {}, "model": "M"}
     save_tensors(path, values, {"format": "1", "kind": "tap", "tap": json.dumps(entries)})
 
 
@@ -599,4 +599,4 @@ def test_undecodable_file_name_is_reported(tmp_path):
     ]
     assert main(["run", "--backends", "torch", "--weights", path, "--quiet", *report]) == 0
     results = json.loads((tmp_path / "a.json").read_text())["results"]
-    assert {each["case"] for each in results} >= {"weights-\\udcff-full"}
+    assert {result["case"] for result in results} >= {"weights-\\udcff-full"}

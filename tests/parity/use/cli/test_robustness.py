@@ -46,8 +46,8 @@ def test_unwritable_report_fails_early(capsys, tmp_path, monkeypatch, flag, path
         "parity.use.running.run.run_cases", lambda *_, **__: pytest.fail("it began to work")
     )
     os.symlink("loop", "loop")
-    said = error_line(capsys, "run", "--cases", "textbook", flag, path)
-    assert rejects(flag, got).is_printed_in(said)
+    printed = error_line(capsys, "run", "--cases", "textbook", flag, path)
+    assert rejects(flag, got).is_printed_in(printed)
     assert os.listdir() == ["loop"]
 
 
@@ -64,8 +64,8 @@ def test_unwritable_traces_path_exits_2(capsys, tmp_path, monkeypatch, path, got
     """A --save-traces path that cannot be a folder exits with status 2 and one error line."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    said = error_line(capsys, "run", "--cases", "textbook", "--save-traces", path)
-    assert rejects("--save-traces", got).is_printed_in(said)
+    printed = error_line(capsys, "run", "--cases", "textbook", "--save-traces", path)
+    assert rejects("--save-traces", got).is_printed_in(printed)
 
 
 @pytest.mark.parametrize("command", ["plot", "bench"])
@@ -121,8 +121,8 @@ def test_json_is_written_into_pipe():
 
 def test_only_one_report_goes_to_stdout(capsys):
     """--json - with --html - exits with status 2 and an error about both."""
-    said = error_line(capsys, "run", "--cases", "textbook", "--json", "-", "--html", "-")
-    assert rejects("--json and --html").is_printed_in(said)
+    printed = error_line(capsys, "run", "--cases", "textbook", "--json", "-", "--html", "-")
+    assert rejects("--json and --html").is_printed_in(printed)
 
 
 @pytest.mark.parametrize(

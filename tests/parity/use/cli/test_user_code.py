@@ -159,9 +159,9 @@ def test_exit_with_mask_breaks_mask_rule(tmp_path, capsys):
             sys.exit(0)
         return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, -1) @ value
 
-    found = examine(attention, ["mask"], ["float32"])
-    assert found.answers[0].is_broken
-    assert "SystemExit(0)" in json.dumps(found.to_dict())
+    examination = examine(attention, ["mask"], ["float32"])
+    assert examination.answers[0].is_broken
+    assert "SystemExit(0)" in json.dumps(examination.to_dict())
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,11 @@ class Page(HTMLParser):
             self.text += data
 
     def of(self, tag: str, kind: str | None = None) -> list[dict[str, str | None]]:
-        of_tag = (found for name, found in self.elements if name == tag)
+        of_tag = (attributes for name, attributes in self.elements if name == tag)
         return [
-            found for found in of_tag if kind is None or kind in (found.get("class") or "").split()
+            attributes
+            for attributes in of_tag
+            if kind is None or kind in (attributes.get("class") or "").split()
         ]
 
 
@@ -139,7 +141,7 @@ def test_first_divergence_is_marked():
     page = Page(content)
     assert len(report.first_differences()) == 1
     assert len(page.of("article", "failure")) == 1
-    assert [found.get("class") for found in page.of("li")][:7] == [
+    assert [attributes.get("class") for attributes in page.of("li")][:7] == [
         *["passed"] * 5,
         "first",
         "failed",
@@ -238,7 +240,7 @@ def test_page_makes_no_network_requests():
 def test_every_link_has_a_target_on_the_page(good):
     """Every link leads to an id on the page, and ids are unique."""
     page = Page(good[2])
-    ids = [found["id"] for _, found in page.elements if "id" in found]
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     links = [link["href"] for link in page.of("a")]
     assert len(ids) == len(set(ids))
     assert links
@@ -301,11 +303,11 @@ def test_error_by_position_is_largest_error():
     actual = expected.copy()
     actual[0, 1, 2, 0] += 0.5
     same_precision = expected.astype(np.float32) + np.float32(1e-3)
-    found = compare(actual, expected, same_precision, Label("c", "b", "float64", "q"))
-    assert len(found.by_position) == 3
-    assert found.by_position[:2] == (0.0, 0.0)
-    assert found.by_position[2] > 1.0
-    assert "by_position" not in found.to_dict()
+    comparison = compare(actual, expected, same_precision, Label("c", "b", "float64", "q"))
+    assert len(comparison.by_position) == 3
+    assert comparison.by_position[:2] == (0.0, 0.0)
+    assert comparison.by_position[2] > 1.0
+    assert "by_position" not in comparison.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -323,8 +325,8 @@ def test_error_by_position_uses_token_axis(stage, shape, length):
     """
     dtype = np.int32 if stage == "cache.lengths" else np.float32
     x = np.ones(shape, dtype)
-    found = compare(x, x, x, Label("c", "b", "float32", stage))
-    assert found.by_position == (0.0,) * length
+    comparison = compare(x, x, x, Label("c", "b", "float32", stage))
+    assert comparison.by_position == (0.0,) * length
 
 
 def test_error_in_merged_positions_is_kept():
@@ -334,8 +336,8 @@ def test_error_in_merged_positions_is_kept():
     expected = np.ones((1, 300, 4))
     actual = expected.copy()
     actual[0, 299, 0] = np.nan
-    found = compare(actual, expected, expected, Label("c", "b", "float64", "output"))
-    assert found.by_position == (*(0.0,) * (POSITIONS - 1), math.inf)
+    comparison = compare(actual, expected, expected, Label("c", "b", "float64", "output"))
+    assert comparison.by_position == (*(0.0,) * (POSITIONS - 1), math.inf)
 
 
 def test_levels_keep_largest_weight_and_nan():
@@ -345,11 +347,11 @@ def test_levels_keep_largest_weight_and_nan():
     maps = np.zeros((1, 100, 5))
     maps[0, 99, 4] = 1.0
     maps[0, 0, 0] = np.nan
-    found = levels(maps)
-    assert found.shape == (1, MOST_CELLS, 5)
-    assert found[0, -1, -1] == STEPS
-    assert found[0, 0, 0] == STEPS + 1
-    assert np.count_nonzero(found) == 2
+    cells = levels(maps)
+    assert cells.shape == (1, MOST_CELLS, 5)
+    assert cells[0, -1, -1] == STEPS
+    assert cells[0, 0, 0] == STEPS + 1
+    assert np.count_nonzero(cells) == 2
 
 
 def test_picture_opacity_matches_levels():

@@ -76,8 +76,8 @@ def test_pytest_tests_keep_class_and_name(test, expected):
     """A comparison in a pytest test has the class and name of this test, otherwise its
     backend and case, and the dtype.
     """
-    found = failure(np.empty(0), "no", Label("a.py::b", "actual", "float32", "q"))
-    xml = junit_xml(Report([replace(found, test=test)], {}, {}))
+    comparison = failure(np.empty(0), "no", Label("a.py::b", "actual", "float32", "q"))
+    xml = junit_xml(Report([replace(comparison, test=test)], {}, {}))
     SCHEMA.validate(xml.decode())
     classname, name = expected
     assert list(cases_in(xml)) == [(classname, f"{name}-float32")]
@@ -86,7 +86,7 @@ def test_pytest_tests_keep_class_and_name(test, expected):
 def test_environment_is_in_suite_properties(report):
     """The properties of a suite have the version of NumPy and the numerics lock of torch."""
     suite = ElementTree.fromstring(junit_xml(report))[0]
-    properties = {found.get("name"): found.get("value") for found in suite.iter("property")}
+    properties = {element.get("name"): element.get("value") for element in suite.iter("property")}
     assert properties["packages.numpy"] == np.__version__
     assert properties["backends.torch.numerics.float32_matmul_precision"] == "highest"
 

@@ -84,8 +84,8 @@ def test_layers_of_equal_shapes_are_listed(tmp_path, capsys):
         main(["inspect", str(path), "--num-heads", "2", "--json", str(tmp_path / "found.json")])
         == 0
     )
-    found = json.loads((tmp_path / "found.json").read_text())["layers"]
-    of_llama = [layer for layer in found if layer["layout"] == "transformers.LLaMA"]
+    layers = json.loads((tmp_path / "found.json").read_text())["layers"]
+    of_llama = [layer for layer in layers if layer["layout"] == "transformers.LLaMA"]
     assert [layer["prefix"] for layer in of_llama] == [
         f"{letters(i)}.layers.{{i}}.self_attn" for i in range(30)
     ]

@@ -112,10 +112,10 @@ def test_labels_are_drawn_in_order(attn_weights, tmp_path):
     plot_attention(
         attn_weights, path=path, heads=[2], tokens=keys, query_tokens=queries, title="of $a^2$"
     )
-    found = texts(path)
-    assert [word for word in found if word in keys] == keys
-    assert [word for word in found if word in queries] == queries
-    assert "of $a^2$" in found
+    labels = texts(path)
+    assert [word for word in labels if word in keys] == keys
+    assert [word for word in labels if word in queries] == queries
+    assert "of $a^2$" in labels
 
 
 def test_tokens_label_keys_and_queries(tmp_path):
@@ -127,8 +127,8 @@ def test_tokens_label_keys_and_queries(tmp_path):
 def test_invisible_labels_are_escaped(tmp_path):
     """Newlines, control characters and surrogates in labels are drawn escaped."""
     plot_attention(np.eye(3), path=tmp_path / "a.svg", tokens=["\n", "<b>\x00", "\ud800"])
-    found = texts(tmp_path / "a.svg")
-    assert {"\\n", "<b>\\x00", "\\ud800"} <= set(found)
+    labels = texts(tmp_path / "a.svg")
+    assert {"\\n", "<b>\\x00", "\\ud800"} <= set(labels)
 
 
 def test_nan_is_drawn_in_red(tmp_path):
@@ -196,9 +196,9 @@ def test_invalid_arguments_write_nothing(
 def test_module_returns_attention_weights(sibling, rng):
     """`attention_of` returns the weights of a module for an input, with rows that sum to 1."""
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
-    found = attention_of(module, sibling.array(rng.standard_normal((1, 3, 8)).astype(np.float32)))
-    assert found.shape == (1, 2, 3, 3)
-    np.testing.assert_allclose(found.sum(-1), 1.0, rtol=1e-6)
+    weights = attention_of(module, sibling.array(rng.standard_normal((1, 3, 8)).astype(np.float32)))
+    assert weights.shape == (1, 2, 3, 3)
+    np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-6)
 
 
 def test_module_without_weights_is_rejected(sibling):
@@ -213,14 +213,14 @@ def test_module_without_weights_is_rejected(sibling):
 def test_attention_for_matches_reference(name):
     """`attention_for` returns exactly the attention weights of the reference, in float64."""
     problem = make_problem(CASES[name], "float64")
-    found = attention_for(
+    weights = attention_for(
         problem.weights,
         problem.spec,
         problem.inputs["query"],
         problem.inputs.get("key"),
         is_causal=problem.case.is_causal,
     )
-    np.testing.assert_array_equal(found, Reference(problem).accumulated["attn_weights"])
+    np.testing.assert_array_equal(weights, Reference(problem).accumulated["attn_weights"])
 
 
 def test_attention_in_case_has_its_mask():
@@ -228,12 +228,12 @@ def test_attention_in_case_has_its_mask():
     case.
     """
     spec = AttentionSpec(12, 3)
-    stage, found = attention_in_case(random_weights(spec), spec, CASES["causal-padding-empty"])
+    stage, weights = attention_in_case(random_weights(spec), spec, CASES["causal-padding-empty"])
     assert stage == "attn_weights"
-    assert found.shape == (2, 3, 5, 5)
-    assert not found[0].any()  # an empty sequence
-    stage, found = attention_in_case(random_weights(spec), spec, CASES["decode"])
-    assert (stage, found.shape) == ("step3.attn_weights", (2, 3, 1, 10))
+    assert weights.shape == (2, 3, 5, 5)
+    assert not weights[0].any()  # an empty sequence
+    stage, weights = attention_in_case(random_weights(spec), spec, CASES["decode"])
+    assert (stage, weights.shape) == ("step3.attn_weights", (2, 3, 1, 10))
 
 
 # ---- The command ---------------------------------------------------------------------------------
@@ -284,8 +284,8 @@ def test_plot_draws_layer_with_labels(layer, tmp_path, capsys):
     assert main(["plot", weights, target, *arguments]) == 0
     assert f"attn_weights, sequence 0, head 1; wrote {target}" in capsys.readouterr().out
     assert texts(target).count("cat") == 4
-    told = json.loads((tmp_path / "a.svg.json").read_text())
-    assert (told["heads"], told["shape"]) == ([1], [1, 2, 4, 4])
+    content = json.loads((tmp_path / "a.svg.json").read_text())
+    assert (content["heads"], content["shape"]) == ([1], [1, 2, 4, 4])
 
 
 def test_plot_reads_labels_from_file(layer, tmp_path):

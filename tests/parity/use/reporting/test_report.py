@@ -60,8 +60,12 @@ def test_failed_stage_is_never_cut_off(terminal):
     """With three backends, the case table has the whole name of the failed stage, at 40 and
     80 columns.
     """
-    found = [*compared("jax"), *compared("torch", wrong=[WRONG]), *compared("tt", wrong=[WRONG])]
-    print_case_table(Report(found, {}, {}), terminal)
+    comparisons = [
+        *compared("jax"),
+        *compared("torch", wrong=[WRONG]),
+        *compared("tt", wrong=[WRONG]),
+    ]
+    print_case_table(Report(comparisons, {}, {}), terminal)
     lines, text = words(terminal)
     assert any(CASE in line for line in lines)
     cells = [line for line in lines if "FAIL" in line]
@@ -76,14 +80,14 @@ def test_stages_and_ratios_are_never_cut_off(terminal, number):
     """With up to four backends, the stage table has whole names of stages and all ratios, at
     40 and 80 columns.
     """
-    found = [
+    comparisons = [
         comparison
         for i in range(number)
         for comparison in compared(f"torch (/tmp/{i})", wrong=[WRONG])
     ]
-    print_stage_table(Report(found, {}, {}), terminal)
+    print_stage_table(Report(comparisons, {}, {}), terminal)
     lines, text = words(terminal)
-    ratio = short_ratio(found[1].worse_ratio)
+    ratio = short_ratio(comparisons[1].worse_ratio)
     if any("│" in line for line in lines):
         row = next(line for line in lines if "module.attn_weights" in line)
         assert row.count(ratio) == number
@@ -94,8 +98,8 @@ def test_stages_and_ratios_are_never_cut_off(terminal, number):
 
 def test_comparisons_are_never_cut_off(terminal):
     """The comparison table has the whole case, stage, dtype and backend, at 40 and 80 columns."""
-    found = list(compared("torch", wrong=[WRONG]))
-    print_comparison_table(Report(found, {}, {}), terminal)
+    comparisons = list(compared("torch", wrong=[WRONG]))
+    print_comparison_table(Report(comparisons, {}, {}), terminal)
     _, text = words(terminal)
     assert f"{CASE}:stage{WRONG},dtypefloat32,backendtorch" in text
 

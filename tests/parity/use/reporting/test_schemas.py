@@ -295,7 +295,8 @@ def test_junit_has_documented_elements():
     report = Report(
         wrong, {"jax": "reason"}, {"python": "3"}, ["a warning"], [elsewhere], missing=[elsewhere]
     )
-    found = {
-        each.tag: tuple(each.attrib) for each in ElementTree.fromstring(junit_xml(report)).iter()
+    elements = {
+        element.tag: tuple(element.attrib)
+        for element in ElementTree.fromstring(junit_xml(report)).iter()
     }
-    assert found == JUNIT
+    assert elements == JUNIT

@@ -184,12 +184,12 @@ def run_with(tmp_path, *options):
 def test_other_python_has_same_results(tmp_path):  # `make parity` runs one, with --jobs 2
     """A backend in a different Python has the same results as here, and runs once."""
     here = run_with(tmp_path, "--backends", "torch", *CASES_ELSEWHERE)
-    told = ["--python", f"torch={sys.executable}", "--backends", "torch"]
-    elsewhere = run_with(tmp_path, *told, *CASES_ELSEWHERE)
+    options = ["--python", f"torch={sys.executable}", "--backends", "torch"]
+    elsewhere = run_with(tmp_path, *options, *CASES_ELSEWHERE)
     assert (
         elsewhere["results"] == here["results"]
     )  # each result occurs once: torch does not also run here
-    assert {each["backend"] for each in here["results"]} == {"torch"}
+    assert {result["backend"] for result in here["results"]} == {"torch"}
 
 
 @pytest.mark.costly("a program in place of an interpreter")
@@ -204,11 +204,11 @@ def test_other_python_error_is_one_line(tmp_path, capsys):
         main(["run", "--backends", "jax", "--python", f"torch={python}", "--cases", "textbook"])
         == 2
     )
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("mha-parity: ")
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert printed.startswith("mha-parity: ")
     assert rejects(
         str(python), "exit status 2: torch needs torch, not installed here"
-    ).is_printed_in(said)
+    ).is_printed_in(printed)
 
 
 @pytest.mark.costly("a program in place of an interpreter")
@@ -228,12 +228,12 @@ def test_warning_does_not_hide_a_crash(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("told", "got"),
+    ("python", "got"),
     [("torch=nowhere", "nowhere"), ("caffe=python", "caffe")],
 )
-def test_invalid_python_option_fails(capsys, told, got):
+def test_invalid_python_option_fails(capsys, python, got):
     """`--python` with a missing interpreter or an unknown backend exits with 2."""
-    assert main(["run", "--python", told]) == 2
+    assert main(["run", "--python", python]) == 2
     assert rejects("--python", {"--python": got}).is_printed_in(capsys.readouterr().err)
 
 

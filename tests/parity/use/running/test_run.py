@@ -171,7 +171,7 @@ def test_jax_agrees_with_default_compilation(tmp_path):
         capture_output=True,
     )
     results = json.loads(path.read_text())["results"]
-    assert {(each["case"], each["status"]) for each in results} == {(case, "passed")}
+    assert {(result["case"], result["status"]) for result in results} == {(case, "passed")}
 
 
 # Compilation takes most of JAX's time, so its other dtypes run a selection of cases: narrow ones
@@ -452,7 +452,10 @@ def test_backend_without_gradients_is_listed():
     assert (
         sum(c.backend == "torch" for c in report.comparisons) == 11 + 12
     )  # the tutorial expresses the second
-    whose = [(each.case, each.backend, each.reason, each.stage) for each in report.skipped_cases]
+    whose = [
+        (skipped.case, skipped.backend, skipped.reason, skipped.stage)
+        for skipped in report.skipped_cases
+    ]
     assert whose == [
         (case, "torch", "torch has no gradients", "gradients") for case in ("textbook", "full")
     ]
@@ -525,7 +528,7 @@ def test_nan_positions_match_reference(name, sibling):
         ["float32", "bfloat16"] if sibling.name == "torch" or name in NARROW_IN_JAX else ["float32"]
     )
     report = run_cases([CASES[name]], [sibling.name], dtypes, with_gradients=True)
-    assert {each.dtype for each in report.comparisons} == set(dtypes)
+    assert {comparison.dtype for comparison in report.comparisons} == set(dtypes)
     assert report.failed == []
     json.dumps(report.to_dict(), allow_nan=False)
 
@@ -549,7 +552,7 @@ def test_swallowed_nan_is_a_failure(monkeypatch):
         "96 elements are not NaN where the reference is",
     )
     content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert [each["status"] for each in content["results"]].count("failed") == 1
+    assert [result["status"] for result in content["results"]].count("failed") == 1
     xmlschema.XMLSchema(DATA / "junit.xsd").validate(junit_xml(report).decode())
     assert b"96 elements are not NaN" in html_page(report)
 

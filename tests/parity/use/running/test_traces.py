@@ -260,7 +260,7 @@ def test_missing_trace_is_in_every_report(traces, tmp_path, capsys):
     assert f"warning: torch ({other}) has no trace of decode in bfloat16" in out
     content = json.loads(files["json"].read_text())
     assert content["summary"]["missing"] == 1
-    assert [each["case"] for each in content["results"] if each["status"] == "missing"] == [
+    assert [result["case"] for result in content["results"] if result["status"] == "missing"] == [
         "decode"
     ]
     (error,) = ElementTree.fromstring(files["xml"].read_text()).iter("error")

@@ -405,8 +405,8 @@ NO_COMPARISON = "def test_nothing(): pass"
 
 def results(path):
     return [
-        (each["case"], each["stage"], each["status"])
-        for each in json.loads(path.read_text())["results"]
+        (result["case"], result["stage"], result["status"])
+        for result in json.loads(path.read_text())["results"]
     ]
 
 
@@ -559,11 +559,9 @@ def test_reports_have_the_diagnosis(pytester, suffix, processes):
         assert (right["kind"], wrong["kind"], wrong["stage"]) == ("convention", "structure", "q")
         assert wrong["text"].count("Likely bug ") == 2
         assert (wrong["likely_bug"], wrong["first_wrong_stage"]) == (NAMES[0], "q")
-        assert all(each["ratio"] is not None for each in report["results"])
+        assert all(row["ratio"] is not None for row in report["results"])
         assert all(
-            each["ratio"] <= 1.0
-            for each in report["results"]
-            if each["case"].endswith("test_right")
+            row["ratio"] <= 1.0 for row in report["results"] if row["case"].endswith("test_right")
         )
     if suffix == "xml":
         (failure,) = ElementTree.fromstring(text.encode()).iter("failure")
