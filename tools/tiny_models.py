@@ -904,7 +904,7 @@ def call_of(model, part="", *, every=False):
         inputs, ran = _run_with_tokens(model, called, make_all(makers), reasons, every=every)
         if inputs is None:
             continue
-        # The same choice with another seed.
+        # The same choice with a different seed.
         fresh = make_all(next(islice(inputs_for(called, 2, every=every), index, None)))
         if every and "input_ids" in inputs:
             fresh["input_ids"] = inputs["input_ids"]
@@ -1190,14 +1190,14 @@ def _makers_of_tokens_alone(called, draws):
         if getattr(getattr(module, "weight", None), "ndim", 0) in (2, 4):
             matrices.append(module)
     widths = _widths_of(matrices)[:3]
-    # Tokens may be in rows and columns, or in several images.
+    # Modules of images have tokens in rows and columns.
     width = widths[0]
     queries = [_maker_in_order(called, draws, TOKENS, width) for width in widths]
     if any(module.weight.ndim == 4 for module in matrices):
         queries.append(draws.normal(SEQUENCES, width, 4, TOKENS // 4))
     queries.append(draws.normal(SEQUENCES, 4, TOKENS // 4, width))
     queries.append(draws.normal(SEQUENCES, 1, TOKENS, width))
-    num_keys = TOKENS - 5  # another number than of queries, so that swapped axes fail
+    num_keys = TOKENS - 5  # fewer than queries, so that a call with swapped axes fails
     keys = [_maker_in_order(called, draws, num_keys, width) for width in widths]
     keys_of_one_image = draws.normal(SEQUENCES, 1, num_keys, width)
     keys += [keys_of_one_image] * (len(queries) - len(keys))

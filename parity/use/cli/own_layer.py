@@ -207,13 +207,34 @@ def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
     """Return the weights of a layer and drawn inputs, or the weights and inputs in the files of the
     options.
     """
-    from parity.explain.diagnosis.attention import input_array, read_array
     from parity.measure.core.problem import make_problem
 
     case = right.case
     if options.input is None:
         return make_problem(case, dtype, right.weights, right.received)
-    spec = right.spec
+    inputs = _inputs_of_files(case, options)
+    if right.received:
+        raise input_error(
+            "--input", "be left out for a layer that shares keys and values of another"
+        )
+    batch, num_tokens, _ = inputs["query"].shape
+    num_keys = None
+    if "key" in inputs:
+        num_keys = inputs["key"].shape[1]
+    case = replace(case, batch=batch, seq_len=num_tokens, seq_len_k=num_keys)
+    if case.is_cached:
+        case = replace(case, capacity=num_tokens)
+    drawn = make_problem(case, dtype, right.weights)
+    inputs_dtype = drawn.inputs["query"].dtype
+    rounded = {name: x.astype(inputs_dtype) for name, x in inputs.items()}
+    return replace(drawn, inputs={**drawn.inputs, **rounded})
+
+
+def _inputs_of_files(case: Case, options: Options) -> dict[str, np.ndarray]:
+    """Return the arrays of --input, --key-input and --cotangent, which fit each other."""
+    from parity.explain.diagnosis.attention import input_array, read_array
+
+    spec = case.spec
     query = input_array("--input", read_array(options.input), spec.d_in)
     inputs = {"query": query}
     batch, num_tokens, _ = query.shape
@@ -223,27 +244,15 @@ def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
     is_cross = case.seq_len_k is not None
     if is_cross and options.key_input is None:
         raise requires("--input for cross-attention", "--key-input")
-    num_keys = None
     if options.key_input is not None:
         key = input_array("--key-input", read_array(options.key_input), spec.d_kv)
-        inputs["key"] = key
-        num_keys = key.shape[1]
         if key.shape[0] != batch:
             sizes = f"{key.shape[0]} and {batch}"
             raise input_error("--key-input", "have as many sequences as --input", sizes)
+        inputs["key"] = key
     if options.cotangent is not None:
         inputs["cotangent"] = _cotangent(options, spec, (batch, num_tokens))
-    if right.received:
-        raise input_error(
-            "--input", "be left out for a layer that shares keys and values of another"
-        )
-    case = replace(case, batch=batch, seq_len=num_tokens, seq_len_k=num_keys)
-    if case.is_cached:
-        case = replace(case, capacity=num_tokens)
-    drawn = make_problem(case, dtype, right.weights)
-    inputs_dtype = drawn.inputs["query"].dtype
-    rounded = {name: x.astype(inputs_dtype) for name, x in inputs.items()}
-    return replace(drawn, inputs={**drawn.inputs, **rounded})
+    return inputs
 
 
 def _cotangent(options: Options, spec: AttentionSpec, tokens: tuple[int, int]) -> np.ndarray:
