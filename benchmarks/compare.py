@@ -109,12 +109,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'row':{width}} {'before':>10} {'after':>10} {'after / before':>15}")
     num_worse = 0
     for name, old, new, ratio in rows:
-        is_time = after[name]["ours_ms"] is not None
-        unit = 1.0 if is_time else 1e-6
+        if after[name]["ours_ms"] is not None:
+            unit = 1.0
+            if_worse = "slower"
+        else:
+            unit = 1e-6  # bytes are printed in MB
+            if_worse = "larger"
         remark = ""
         if ratio > 1 + options.allow:
             num_worse += 1
-            remark = "  slower" if is_time else "  larger"
+            remark = f"  {if_worse}"
         print(f"{name:{width}} {old * unit:10.4g} {new * unit:10.4g} {ratio:15.3f}{remark}")
     print_missing(options.before, before.keys() - after.keys())
     print_missing(options.after, after.keys() - before.keys())

@@ -41,20 +41,20 @@ def compiled(program: Program, options: dict[str, Any] | None) -> Any:
 
 def runner(program: Any, arguments: Any) -> Callable[[], Any]:
     """Return a function that runs a program on random arguments, which lie as it expects them."""
-    keys = iter(jax.random.split(jax.random.key(0), 100))
-
-    def fill(array: Any) -> Any:
-        draw = jax.jit(
-            lambda key: jax.random.normal(key, array.shape, array.dtype),
-            out_shardings=array.sharding,
-        )
-        return draw(next(keys)) * 0.05
-
-    filled = jax.tree.map(fill, arguments)
-    return lambda: jax.block_until_ready(program(*filled))
+    arrays, structure = jax.tree.flatten(arguments)
+    keys = jax.random.split(jax.random.key(0), len(arrays))
+    drawn = [random_like(array, key) for array, key in zip(arrays, keys, strict=True)]
+    drawn_arguments = jax.tree.unflatten(structure, drawn)
+    return lambda: jax.block_until_ready(program(*drawn_arguments))
 
 
-def row(tokens: int, index: int, side: Any) -> Row:
+def random_like(array: Any, key: jax.Array) -> jax.Array:
+    """Return small random values in the shape of an array, divided over devices in the same way."""
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=array.sharding)
+    return draw(key, array.shape, array.dtype) * 0.05
+
+
+def measured_row(tokens: int, index: int, side: Any) -> Row:
     """Measure a forward pass (index 0), or a gradient (1), which includes one."""
     shape = (1, tokens, SPEC.d_model)
     work = Work(
@@ -65,23 +65,32 @@ def row(tokens: int, index: int, side: Any) -> Row:
         "one device": devices.layers(devices.mesh_of(1), shape, ())[index],
     }
     is_run = tokens <= MOST_RUN
-    made = {
-        name: compiled(program, None if is_run else QUICKLY) for name, program in programs.items()
-    }
-    peaks = {
-        name: int(program.memory_analysis().temp_size_in_bytes) for name, program in made.items()
-    }
-    fields: dict[str, Any] = {}
+    compiler_options = None
+    if not is_run:
+        compiler_options = QUICKLY
+    executables = {}
+    peaks = {}
+    for name, program in programs.items():
+        executable = compiled(program, compiler_options)
+        executables[name] = executable
+        peaks[name] = int(executable.memory_analysis().temp_size_in_bytes)
+    times: dict[str, Any] = {}
+    left_out = {}
     if is_run:
         probe = side.matmul("float32")
-        runs = {name: runner(program, programs[name][1]) for name, program in made.items()}
+        runs = {}
+        for name, executable in executables.items():
+            _, arguments = programs[name]
+            runs[name] = runner(executable, arguments)
         for run in runs.values():
             run()
         seconds = run_in_turn({**runs, LIMIT: probe.run}, budget_s=10.0, rounds=(3, 9))
-        fields = times_of(seconds, amount=work.flops, probe=probe.amount)
-    what = f"growth-long ring on {COUNT} devices, {'forward+backward' if index else 'forward'}"
+        times = times_of(seconds, amount=work.flops, probe=probe.amount)
+    else:
+        left_out["time"] = f"sequences of more than {MOST_RUN} tokens are only compiled"
+    passes = "forward+backward" if index else "forward"
     return Row(
-        what,
+        f"growth-long ring on {COUNT} devices, {passes}",
         "jax",
         list(shape),
         "float32",
@@ -89,11 +98,20 @@ def row(tokens: int, index: int, side: Any) -> Row:
         axes="B S E",
         peak_bytes=peaks.pop(OURS),
         peers_peak_bytes=peaks,
-        left_out={}
-        if is_run
-        else {"time": f"sequences of more than {MOST_RUN} tokens are only compiled"},
-        **fields,
+        left_out=left_out,
+        **times,
     )
+
+
+def line_of(row: Row, tokens: int) -> str:
+    """Return a row in words."""
+    times = "not run"
+    if row.ours_ms is not None:
+        times = f"{row.ours_ms:.0f} ms, {row.peers['one device']:.0f} on one"
+    peak = (row.peak_bytes or 0) / 1e6
+    peak_alone = row.peers_peak_bytes["one device"] / 1e6
+    memory = f"{peak:.0f} MB a device, {peak_alone:.0f} on one"
+    return f"{row.what}, {tokens} tokens: {times}; {memory}"
 
 
 def main() -> None:
@@ -107,24 +125,14 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", COUNT)
-    side, rows = Side(), []
-    for tokens in map(int, options.tokens.split(",")):
+    side = Side()
+    rows = []
+    for length in options.tokens.split(","):
+        tokens = int(length)
         for index in (0, 1):
-            found = row(tokens, index, side)
-            rows.append(found.to_dict())
-            ms = (
-                "not run"
-                if found.ours_ms is None
-                else f"{found.ours_ms:.0f} ms, {found.peers['one device']:.0f} on one"
-            )
-            peak, alone = (
-                nbytes / 1e6
-                for nbytes in (found.peak_bytes or 0, found.peers_peak_bytes["one device"])
-            )
-            print(
-                f"{found.what}, {tokens} tokens: {ms}; {peak:.0f} MB a device, {alone:.0f} on one",
-                flush=True,
-            )
+            row = measured_row(tokens, index, side)
+            rows.append(row.to_dict())
+            print(line_of(row, tokens), flush=True)
     environment = {"platform": platform.platform(), "cpus": os.cpu_count(), "packages": installed()}
     content = headed(
         "bench",

@@ -41,10 +41,10 @@ def with_one_batch_axis(attend: Attend) -> Attend:
             lengths = _merge("key_padding_lengths", lengths, axes, "", is_exact=True)
         segments = mask.segments
         if segments is not None:
-            kinds = zip(segments, "TS", strict=True)
-            segments = tuple(
-                _merge("segment_ids", ids, axes, token_axis, is_exact=True)
-                for ids, token_axis in kinds
+            ids, ids_of_keys = segments
+            segments = (
+                _merge("segment_ids", ids, axes, "T", is_exact=True),
+                _merge("segment_ids", ids_of_keys, axes, "S", is_exact=True),
             )
         hidden = _merge("mask", mask.mask, axes)
         mask = replace(mask, mask=hidden, key_padding_lengths=lengths, segment_ids=segments)
@@ -63,11 +63,12 @@ def with_one_batch_axis(attend: Attend) -> Attend:
             x_v = x_k
         else:
             x_v = _merge("value", value, axes, of_keys, is_exact=True)
-        results = attend(layer, x, x_k, x_v, mask, **options)
-        return tuple(
-            None if result is None else result.reshape(*axes, *result.shape[1:])
-            for result in results
-        )
+        results = []
+        for result in attend(layer, x, x_k, x_v, mask, **options):
+            if result is not None:
+                result = result.reshape(*axes, *result.shape[1:])
+            results.append(result)
+        return tuple(results)
 
     return attend_any
 
@@ -79,8 +80,12 @@ def _merge(
     if not isinstance(x, Array):
         return x  # None, or the layer will reject it
     whole, merged = merged_shapes(name, tuple(x.shape), axes, other_axes, is_exact=is_exact)
-    xp = np if isinstance(x, np.ndarray) else jnp  # jnp would narrow NumPy's float64
-    return (x if x.shape == whole else xp.broadcast_to(x, whole)).reshape(merged)
+    if x.shape != whole:
+        if isinstance(x, np.ndarray):
+            x = np.broadcast_to(x, whole)  # jnp would narrow NumPy's float64
+        else:
+            x = jnp.broadcast_to(x, whole)
+    return x.reshape(merged)
 
 
 def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec) -> Any:

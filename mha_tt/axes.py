@@ -42,10 +42,10 @@ def with_one_batch_axis(attend: Attend) -> Attend:
             lengths = _merge("key_padding_lengths", np.asarray(lengths), axes, "", is_exact=True)
         segments = mask.segments
         if segments is not None:
-            kinds = zip(segments, "TS", strict=True)
-            segments = tuple(
-                _merge("segment_ids", ids, axes, token_axis, is_exact=True)
-                for ids, token_axis in kinds
+            ids, ids_of_keys = segments
+            segments = (
+                _merge("segment_ids", ids, axes, "T", is_exact=True),
+                _merge("segment_ids", ids_of_keys, axes, "S", is_exact=True),
             )
         hidden = _merge("mask", mask.mask, axes)
         mask = replace(mask, mask=hidden, key_padding_lengths=lengths, segment_ids=segments)
@@ -64,11 +64,12 @@ def with_one_batch_axis(attend: Attend) -> Attend:
             x_v = x_k
         else:
             x_v = _merge("value", value, axes, of_keys, is_exact=True)
-        results = attend(layer, x, x_k, x_v, mask, **options)
-        return tuple(
-            None if result is None else ttnn.reshape(result, (*axes, *tuple(result.shape)[1:]))
-            for result in results
-        )
+        results = []
+        for result in attend(layer, x, x_k, x_v, mask, **options):
+            if result is not None:
+                result = ttnn.reshape(result, (*axes, *tuple(result.shape)[1:]))
+            results.append(result)
+        return tuple(results)
 
     return attend_any
 

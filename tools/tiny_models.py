@@ -251,7 +251,9 @@ def _small_by_layer(parts, chosen_layers, recipe):
 def _small_images(values, is_hierarchical):
     """Return the sizes of images, in pixels, that are larger than necessary, made small."""
     patch_size = _first(values, "patch_size", default=0)
-    size = 64 if is_hierarchical or patch_size < 8 else 6 * patch_size
+    size = 6 * patch_size
+    if is_hierarchical or patch_size < 8:
+        size = 64
     small = {}
     for name in ("image_size", "input_size"):
         x = values.get(name)
@@ -305,29 +307,66 @@ def _chosen_layers(values, num_layers, recipe):
 
 def _number(name, x, values, recipe):
     """Return a number of a configuration, made small."""
-    if special := SPECIAL.match(name):
-        usual = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1}
-        return x if x < 0 else usual.get(special[1], 210 + sum(map(ord, special[1])) % 100)
+    special = SPECIAL.match(name)
+    if special is not None:
+        return _special_token(special[1], x)
     if name == "max_position_embeddings" and x > 0:
         return max(x, 128)
     for pattern, most in AT_MOST.items():
         if re.search(pattern, name) and not (recipe.width == "unchanged" and "dim" in name):
             return min(x, most)
     if LAYERS.search(name) and not NOT_LAYERS.search(name):
-        return x if recipe.layers is None else min(x, recipe.layers)
-    if recipe.width == "unchanged":
-        return x
-    is_fixed = recipe.width == "fixed"
-    if KV_HEADS.search(name):
-        heads = _first(values, "num_attention_heads", "n_head", "num_heads", default=x)
-        return min(x, 2 if x < heads else 4) if is_fixed else max(1, x // 2)
-    if HEADS.search(name):
-        return min(x, 4) if is_fixed else max(1, x // 2)
-    if HEAD_DIMS.search(name):
-        return min(x, 16) if is_fixed else max(8, x // 4)
-    if WIDTHS.search(name) and not NOT_WIDTHS.search(name) and x >= 96:
-        return 64 if is_fixed else x // 8
+        if recipe.layers is None:
+            return x
+        return min(x, recipe.layers)
+    if recipe.width == "fixed":
+        return _fixed(name, x, values)
+    if recipe.width == "ratio":
+        return _divided(name, x)
     return x
+
+
+def _special_token(word, x):
+    """Return the id of a special token, within the small vocabulary; a negative one means none."""
+    if x < 0:
+        return x
+    usual = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1}
+    if word in usual:
+        return usual[word]
+    # Beyond the ids of usual tokens, and rarely the same for two words.
+    return 210 + sum(map(ord, word)) % 100
+
+
+def _fixed(name, x, values):
+    """Return a number of heads or features, at most a number of this file."""
+    if KV_HEADS.search(name):
+        num_heads = _first(values, "num_attention_heads", "n_head", "num_heads", default=x)
+        # Grouped heads stay grouped.
+        most = 2 if x < num_heads else 4
+        return min(x, most)
+    if HEADS.search(name):
+        return min(x, 4)
+    if HEAD_DIMS.search(name):
+        return min(x, 16)
+    if _is_width(name, x):
+        return 64
+    return x
+
+
+def _divided(name, x):
+    """Return a number of heads or features, divided by a ratio."""
+    if KV_HEADS.search(name) or HEADS.search(name):
+        return max(1, x // 2)
+    if HEAD_DIMS.search(name):
+        return max(8, x // 4)
+    if _is_width(name, x):
+        return x // 8
+    return x
+
+
+def _is_width(name, x):
+    """Return whether a number of a configuration is a large width."""
+    return x >= 96 and WIDTHS.search(name) and not NOT_WIDTHS.search(name)
 
 
 def _short(name, x, recipe):
@@ -340,7 +379,7 @@ def _short(name, x, recipe):
     are_indices = re.search(r"ind(ex|ic)e|idx|_layers$", name) and list(x) == sorted({*x})
     if not are_indices or max(x) <= count:
         return list(x)
-    indices = sorted({min(number, count - 1) for number in x})
+    indices = sorted({min(index, count - 1) for index in x})
     if len(indices) < len(x) and "out" in name:
         # As many outputs as before, of the last layers.
         return list(range(count - len(x) + 1, count + 1))
@@ -370,7 +409,9 @@ def _head_dim(values):
     stays unchanged.
     """
     if "qk_rope_head_dim" in values:
-        return 16 if _sections(values) else 8
+        if _sections(values):
+            return 16
+        return 8
     head_dim = _first(values, "head_dim", default=0)
     num_heads = _first(values, "num_attention_heads", default=0)
     d_model = _first(values, "hidden_size", default=0)
@@ -402,7 +443,9 @@ def _own_section(model_type):
     source = Path(inspect.getfile(CONFIG_MAPPING[model_type]))
     text = "".join(path.read_text() for path in source.parent.glob("modeling_*.py"))
     match = re.search(r'"mrope_section", (\[[\d, ]+\])', text)
-    return match and json.loads(match[1])
+    if match is None:
+        return None
+    return json.loads(match[1])
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -493,7 +536,9 @@ def build(cls, config):
             continue
         if x.ndim <= 1:
             # Scales of norms are around 1, biases around 0.
-            center = 1.0 if x.numel() and x.mean() > 0.5 else 0.0
+            center = 0.0
+            if x.numel() and x.mean() > 0.5:
+                center = 1.0
             parameter.data = torch.randn(x.shape) * 0.3 + center
         elif "att" in name.lower():
             parameter.data = torch.randn(x.shape) / math.sqrt(x[0].numel())
@@ -540,105 +585,107 @@ def every_value(config, *names):
     return values
 
 
+class Draws:
+    """Functions without arguments, each of which makes an input of a model when it is called.
+
+    Attributes:
+        generator: generator of all random numbers.
+    """
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def normal(self, *shape):
+        """Return a function that draws normal numbers."""
+        return lambda: torch.randn(shape, generator=self.generator)
+
+    def integers(self, low, high, *shape):
+        """Return a function that draws integers from `low` to below `high`."""
+        return lambda: torch.randint(low, high, shape, generator=self.generator)
+
+    def boxes(self):
+        """Draw boxes around tokens, from their upper left corner to the lower right one."""
+        corners = torch.randint(0, 10, (SEQUENCES, TOKENS, 4), generator=self.generator)
+        return corners + torch.tensor([0, 0, 10, 10])
+
+    def patches(self, width):
+        """Return a function that draws patches of images, each after its coordinates."""
+
+        def make():
+            coordinates = torch.tensor([COORDINATES] * SEQUENCES) + 1.0
+            values = torch.randn((SEQUENCES, len(COORDINATES), width), generator=self.generator)
+            return torch.cat([coordinates, values], -1)
+
+        return make
+
+
+COORDINATES = [[x, y] for x in range(8) for y in range(8)]
+"""Coordinates of the patches of an image."""
+
+
+def tensor_of(x):
+    """Return a function that makes a tensor of constant values."""
+    return lambda: torch.as_tensor(x).clone()
+
+
+def whole_number(config, *names, default):
+    """Return the first integer of a configuration and its parts under some names."""
+    for x in every_value(config, *names):
+        if type(x) is int:
+            return x
+    return default
+
+
 def makers_of(model, generator):
     """Return functions that make an input, by its name; several if its shape depends on the
     model.
     """
-    config, parameters = model.config, inspect.signature(model.forward).parameters
+    config = model.config
+    parameters = inspect.signature(model.forward).parameters
+    draws = Draws(generator)
 
-    def normal(*shape):
-        return lambda: torch.randn(shape, generator=generator)
-
-    def integers(low, high, *shape):
-        return lambda: torch.randint(low, high, shape, generator=generator)
-
-    def constant(x):
-        return lambda: torch.as_tensor(x).clone()
-
-    def whole(*names, default):
-        return next((x for x in every_value(config, *names) if type(x) is int), default)
-
-    try:
-        words = getattr(model.get_input_embeddings(), "num_embeddings", VOCABULARY)
-    except (AttributeError, NotImplementedError):
-        words = whole("vocab_size", default=VOCABULARY)
-    tokens = [integers(max(0, min(3, words - 2)), max(min(words, 200), 2), SEQUENCES, TOKENS)]
-    first = [
-        x.shape[-1] for count in (1, 2) for x in [*model.parameters()][:4] if x.ndim == count
-    ]  # input widths
-
-    channels, patch = (
-        whole(*names, default=8)
-        for names in (("num_channels", "in_channels", "in_chans"), ("patch_size",))
-    )
-    size, frames = (
-        find(config, "image_size", default=64),
-        whole("num_frames", "frames_per_clip", default=4),
-    )
-    height, width = (
-        size
-        if isinstance(size, (list, tuple))
-        else (size, size)
-        if isinstance(size, int)
-        else (64, 64)
-    )
-    channels = 3 if channels == 8 else channels
-    image = (channels, height, width)
-    images = [
-        image,
-        (channels, 64, 64),
-        (channels, 224, 224),
-        (1, *image),
-        (frames, *image),
-        (1, 1, *image),
+    tokens = [_maker_of_tokens(model, draws)]
+    input_widths = _input_widths(model)
+    image = _image_shape(config)
+    pixels = _makers_of_pixels(config, parameters, image, input_widths, draws)
+    mel_counts = _mel_counts(config) + input_widths or [80]
+    length = whole_number(config, "max_source_positions", default=64)
+    if length <= 3000:
+        length *= 2  # a convolution halves the number of frames
+    else:
+        length = 128
+    features = _makers_of_features(config, parameters, mel_counts, length, draws)
+    max_length = whole_number(config, "max_length", default=128)
+    sounds = [
+        draws.normal(SEQUENCES, 10000),
+        draws.normal(SEQUENCES, 1, 10000),
+        draws.normal(SEQUENCES, max_length, mel_counts[0]),
+        draws.normal(SEQUENCES, 128, mel_counts[0]),
     ]
-    images += [(channels, patch, 64 * patch)] + [(64, patch_size) for patch_size in first]
-    pixels = [normal(SEQUENCES, *size) for size in images] + [normal(SEQUENCES * frames, *image)]
-    if {"grid_thw", "image_grid_thw"} & parameters.keys():
-        flat = {channels * depth * patch**2 for depth in (1, 2)} | {*first}
-        count = 64 * SEQUENCES
-        pixels = [normal(count, size) for size in sorted(flat)] + [
-            normal(1, count, channels, patch, patch)
-        ]
-        pixels += [normal(count, channels, patch, patch)]
 
-    names = (
-        "num_mel_bins",
-        "input_feat_per_channel",
-        "feature_size",
-        "n_mels",
-        "feature_projection_input_dim",
-    )
-    mels = [
-        x
-        for x in every_value(config, *names, "input_dim", "input_size", "hidden_size")
-        if type(x) is int
-    ] + first or [80]
-    length = whole("max_source_positions", default=64)
-    length = 2 * length if length <= 3000 else 128
-    features = [
-        shape
-        for mel in mels
-        for shape in ((mel, length), (128, mel), (mel, 128), (200, mel), (mel, 200))
-    ]
-    features += [(1, 128, mels[0]), (1, whole("spec_size", default=256), mels[0])]
-    features = [normal(SEQUENCES, *shape) for shape in features]
-    if "feature_lens" in parameters:
-        features = [normal(mels[0], 200 * SEQUENCES)]
-    sounds = [(10000,), (1, 10000), (whole("max_length", default=128), mels[0]), (128, mels[0])]
-    sounds = [normal(SEQUENCES, *shape) for shape in sounds]
+    widths = every_value(config, "hidden_size", "d_model", "embed_dim", "encoder_hidden_size")
+    if not widths:
+        widths = [64]
+    states = []
+    for width in [*widths, *mel_counts]:
+        if type(width) is int:
+            states.append(draws.normal(SEQUENCES, TOKENS, width))
+    hidden_states = states
+    if "grid_thw" in parameters:
+        hidden_states = pixels
 
-    widths = every_value(config, "hidden_size", "d_model", "embed_dim", "encoder_hidden_size") or [
-        64
-    ]
-    states = [normal(SEQUENCES, TOKENS, width) for width in [*widths, *mels] if type(width) is int]
-    series = whole("num_input_channels", "input_size", default=1)
-    context = whole("context_length", "prediction_length", "patch_length", default=32)
-    steps, times = (
-        context + max(find(config, "lags_sequence", default=[0])),
-        whole("num_time_features", default=0),
+    num_series = whole_number(config, "num_input_channels", "input_size", default=1)
+    num_predicted = whole_number(
+        config, "context_length", "prediction_length", "patch_length", default=32
     )
-    pixels = [[x, y] for x in range(8) for y in range(8)]
+    num_steps = num_predicted + max(find(config, "lags_sequence", default=[0]))
+    num_times = whole_number(config, "num_time_features", default=0)
+
+    grids = [tensor_of([[1, 8, 8]] * SEQUENCES)]
+    sizes = [tensor_of([[8, 8]] * SEQUENCES)]
+    masks_of_features = []
+    for num_frames in (length, 128, 200):
+        masks_of_features.append(tensor_of(torch.ones(SEQUENCES, num_frames, dtype=torch.long)))
     return {
         "input_ids": tokens,
         "decoder_input_ids": tokens,
@@ -648,43 +695,148 @@ def makers_of(model, generator):
         "input_values": sounds,
         "audio_values": sounds,
         "prompt_pixel_values": pixels[:1],
-        "prompt_masks": [normal(SEQUENCES, *image)],
-        "bbox": [lambda: integers(0, 10, SEQUENCES, TOKENS, 4)() + torch.tensor([0, 0, 10, 10])],
-        "past_values": [normal(SEQUENCES, steps), normal(SEQUENCES, steps, series)],
-        "past_time_features": [normal(SEQUENCES, steps, times)],
-        "past_observed_mask": [constant(torch.ones(SEQUENCES, steps))],
-        "future_values": [normal(SEQUENCES, context)],
-        "future_time_features": [normal(SEQUENCES, context, times)],
-        "hidden_states": pixels if "grid_thw" in parameters else states,
+        "prompt_masks": [draws.normal(SEQUENCES, *image)],
+        "bbox": [draws.boxes],
+        "past_values": [
+            draws.normal(SEQUENCES, num_steps),
+            draws.normal(SEQUENCES, num_steps, num_series),
+        ],
+        "past_time_features": [draws.normal(SEQUENCES, num_steps, num_times)],
+        "past_observed_mask": [tensor_of(torch.ones(SEQUENCES, num_steps))],
+        "future_values": [draws.normal(SEQUENCES, num_predicted)],
+        "future_time_features": [draws.normal(SEQUENCES, num_predicted, num_times)],
+        "hidden_states": hidden_states,
         "inputs_embeds": states,
         "encoder_hidden_states": states,
-        "t_cond": [normal(1, 1, widths[0])],
-        **{key: [constant([[1, 8, 8]] * SEQUENCES)] for key in ("grid_thw", "image_grid_thw")},
-        **{
-            key: [constant([[8, 8]] * SEQUENCES)]
-            for key in ("target_sizes", "tgt_sizes", "spatial_shapes")
-        },
-        "pixel_position_ids": [constant([pixels] * SEQUENCES)],
-        "pixel_attention_mask": [constant(torch.ones(SEQUENCES, 64, dtype=torch.long))],
-        "flattened_patches": [
-            lambda: torch.cat(
-                [torch.tensor([pixels] * SEQUENCES) + 1.0, normal(SEQUENCES, 64, first[0])()], -1
-            )
-        ],
-        "mask": [constant(torch.ones(SEQUENCES, TOKENS, dtype=torch.bool))],
-        "feature_lens": [constant([200] * SEQUENCES)],
-        "input_features_mask": [
-            constant(torch.ones(SEQUENCES, length_of_input, dtype=torch.long))
-            for length_of_input in (length, 128, 200)
-        ],
+        "t_cond": [draws.normal(1, 1, widths[0])],
+        "grid_thw": grids,
+        "image_grid_thw": grids,
+        "target_sizes": sizes,
+        "tgt_sizes": sizes,
+        "spatial_shapes": sizes,
+        "pixel_position_ids": [tensor_of([COORDINATES] * SEQUENCES)],
+        "pixel_attention_mask": [tensor_of(torch.ones(SEQUENCES, 64, dtype=torch.long))],
+        "flattened_patches": [draws.patches(width) for width in input_widths[:1]],
+        "mask": [tensor_of(torch.ones(SEQUENCES, TOKENS, dtype=torch.bool))],
+        "feature_lens": [tensor_of([200] * SEQUENCES)],
+        "input_features_mask": masks_of_features,
     }
+
+
+def _maker_of_tokens(model, draws):
+    """Return the maker of token ids, without the ids that `_number` makes special."""
+    try:
+        num_words = getattr(model.get_input_embeddings(), "num_embeddings", VOCABULARY)
+    except (AttributeError, NotImplementedError):
+        num_words = whole_number(model.config, "vocab_size", default=VOCABULARY)
+    low = max(0, min(3, num_words - 2))
+    high = max(min(num_words, 200), 2)
+    return draws.integers(low, high, SEQUENCES, TOKENS)
+
+
+def _input_widths(model):
+    """Return last sizes of the first parameters of a model, vectors first: its inputs may have
+    one of these.
+    """
+    first_parameters = [*model.parameters()][:4]
+    vectors = [x.shape[-1] for x in first_parameters if x.ndim == 1]
+    matrices = [x.shape[-1] for x in first_parameters if x.ndim == 2]
+    return vectors + matrices
+
+
+def _image_shape(config):
+    """Return the channels, height and width of images."""
+    channels = whole_number(config, "num_channels", "in_channels", "in_chans", default=3)
+    size = find(config, "image_size", default=64)
+    if isinstance(size, (list, tuple)):
+        height, width = size
+    elif isinstance(size, int):
+        height = width = size
+    else:
+        height = width = 64
+    return channels, height, width
+
+
+def _makers_of_pixels(config, parameters, image, input_widths, draws):
+    """Return makers of images, of videos, or of the patches of images in one sequence."""
+    channels = image[0]
+    patch = whole_number(config, "patch_size", default=8)
+    if "grid_thw" in parameters or "image_grid_thw" in parameters:
+        count = 64 * SEQUENCES
+        flat_widths = {channels * patch**2, 2 * channels * patch**2, *input_widths}
+        makers = [draws.normal(count, width) for width in sorted(flat_widths)]
+        makers.append(draws.normal(1, count, channels, patch, patch))
+        makers.append(draws.normal(count, channels, patch, patch))
+        return makers
+    num_frames = whole_number(config, "num_frames", "frames_per_clip", default=4)
+    shapes = [
+        image,
+        (channels, 64, 64),
+        (channels, 224, 224),
+        (1, *image),
+        (num_frames, *image),
+        (1, 1, *image),
+        (channels, patch, 64 * patch),
+    ]
+    shapes += [(64, width) for width in input_widths]
+    makers = [draws.normal(SEQUENCES, *shape) for shape in shapes]
+    makers.append(draws.normal(SEQUENCES * num_frames, *image))
+    return makers
+
+
+def _mel_counts(config):
+    """Return numbers that a configuration may have for the features of a frame of sound."""
+    values = every_value(
+        config,
+        "num_mel_bins",
+        "input_feat_per_channel",
+        "feature_size",
+        "n_mels",
+        "feature_projection_input_dim",
+        "input_dim",
+        "input_size",
+        "hidden_size",
+    )
+    return [x for x in values if type(x) is int]
+
+
+def _makers_of_features(config, parameters, mel_counts, length, draws):
+    """Return makers of spectrograms, with the time as the first or the second axis."""
+    if "feature_lens" in parameters:
+        return [draws.normal(mel_counts[0], 200 * SEQUENCES)]
+    shapes = []
+    for mels in mel_counts:
+        shapes += [(mels, length), (128, mels), (mels, 128), (200, mels), (mels, 200)]
+    shapes.append((1, 128, mel_counts[0]))
+    shapes.append((1, whole_number(config, "spec_size", default=256), mel_counts[0]))
+    return [draws.normal(SEQUENCES, *shape) for shape in shapes]
 
 
 VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 MODALITIES = (
-    *("input_ids", "pixel_values", "image_grid_thw", "input_features", "input_values", "bbox"),
-    *("future_values", "future_time_features"),
+    "input_ids",
+    "pixel_values",
+    "image_grid_thw",
+    "input_features",
+    "input_values",
+    "bbox",
+    "future_values",
+    "future_time_features",
 )
+
+
+def _required(parameters):
+    """Return the names of parameters without a default."""
+    names = []
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and parameter.kind not in VARIABLE:
+            names.append(name)
+    return names
+
+
+def _unique(names):
+    """Return names without repetitions, in the order of the first ones."""
+    return list(dict.fromkeys(names))
 
 
 def inputs_for(model, seed, *, every=False):
@@ -693,26 +845,24 @@ def inputs_for(model, seed, *, every=False):
     """
     makers = makers_of(model, torch.Generator().manual_seed(seed))
     parameters = inspect.signature(model.forward).parameters
-    chosen = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind not in VARIABLE
-    ]
     main = getattr(model, "main_input_name", "input_ids")
-    main = (
-        main if main in parameters else next((name for name in makers if name in parameters), main)
-    )
-    chosen = [*dict.fromkeys([*chosen, main])]
+    if main not in parameters:
+        main = next((name for name in makers if name in parameters), main)
+    needed = _unique([*_required(parameters), main])
     if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
-        chosen = [*dict.fromkeys([*chosen, "decoder_input_ids"])]
-    full = [*dict.fromkeys([*chosen, *(name for name in MODALITIES if name in parameters)])]
-    others = [x for x in makers if x in parameters and x not in chosen]
-    sets = [chosen, full, *([*chosen, x] for x in others), *([x] for x in others)]
+        needed = _unique([*needed, "decoder_input_ids"])
+    modalities = [name for name in MODALITIES if name in parameters]
+    full = _unique([*needed, *modalities])
+    others = [name for name in makers if name in parameters and name not in needed]
     if every:
-        sets = [
-            full,
-            *([*chosen, x] for x in ("encoder_hidden_states", "pixel_values") if x in others),
-        ]
+        sets = [full]
+        for name in ("encoder_hidden_states", "pixel_values"):
+            if name in others:
+                sets.append([*needed, name])
+    else:
+        sets = [needed, full]
+        sets += [[*needed, name] for name in others]
+        sets += [[name] for name in others]
     known = [names for names in sets if all(name in makers for name in names)]
     choices = [product(*(makers[name] for name in names)) for names in known]
     for row in zip_longest(*choices):  # the first choices before any second choice
@@ -728,13 +878,18 @@ def with_required_tokens(inputs, config, reason):
     )
     if match is None or "input_ids" not in inputs:
         return None
-    kind, count = match[1].lower(), int(match[2]) // SEQUENCES
+    kind = match[1].lower()
+    count = int(match[2]) // SEQUENCES
     token = find(config, f"{kind}_token_id", f"{kind}_token_index")
-    first, rest = inputs["input_ids"][:, : TOKENS // 2], inputs["input_ids"][:, TOKENS // 2 :]
-    return {
-        **inputs,
-        "input_ids": torch.cat([first, torch.full((SEQUENCES, count), token), rest], dim=1),
-    }
+    tokens = inputs["input_ids"]
+    begin, end = tokens[:, : TOKENS // 2], tokens[:, TOKENS // 2 :]
+    added = torch.full((SEQUENCES, count), token)
+    return {**inputs, "input_ids": torch.cat([begin, added, end], dim=1)}
+
+
+def make_all(makers):
+    """Return keyword arguments, each made by its function."""
+    return {name: make() for name, make in makers.items()}
 
 
 def call_of(model, part="", *, every=False):
@@ -743,37 +898,51 @@ def call_of(model, part="", *, every=False):
     Raises:
         ValueError: if all fail, with the reasons.
     """
-    called, reasons = model.get_submodule(part), []
-    for index, making in enumerate(islice(inputs_for(called, 1, every=every), TRIALS)):
-        inputs = {name: make() for name, make in making.items()}
-        for _ in range(3):
-            try:
-                ran = _run(model, called, inputs)
-            except Exception as error:
-                reasons.append(
-                    f"{type(called).__name__}({', '.join(inputs)}): {type(error).__name__}: {error}"
-                )
-                inputs = with_required_tokens(inputs, called.config, str(error)) if every else None
-                if inputs is None:
-                    break
-                continue
-            making = next(islice(inputs_for(called, 2, every=every), index, None))
-            fresh = {name: make() for name, make in making.items()}
-            fresh |= {"input_ids": inputs["input_ids"]} if every and "input_ids" in inputs else {}
-            return Call(part, inputs, fresh, ran)
-    unknown = [
-        name
-        for name in inspect.signature(called.forward).parameters
-        if name not in makers_of(called, None)
-    ]
-    raise ValueError(
-        " | ".join(reasons) or f"{type(called).__name__}: no inputs are known for {unknown}"
-    )
+    called = model.get_submodule(part)
+    reasons = []
+    for index, makers in enumerate(islice(inputs_for(called, 1, every=every), TRIALS)):
+        inputs, ran = _run_with_tokens(model, called, make_all(makers), reasons, every=every)
+        if inputs is None:
+            continue
+        # The same choice with a different seed.
+        fresh = make_all(next(islice(inputs_for(called, 2, every=every), index, None)))
+        if every and "input_ids" in inputs:
+            fresh["input_ids"] = inputs["input_ids"]
+        return Call(part, inputs, fresh, ran)
+    if reasons:
+        raise ValueError(" | ".join(reasons))
+    makers = makers_of(called, None)
+    parameters = inspect.signature(called.forward).parameters
+    unknown = [name for name in parameters if name not in makers]
+    raise ValueError(f"{type(called).__name__}: no inputs are known for {unknown}")
+
+
+def _run_with_tokens(model, called, inputs, reasons, *, every):
+    """Call a part of a model; with `every`, again with the tokens that its error requires.
+
+    Returns the inputs of the successful call, and the names of the modules that ran; None for
+    both if all fail, after the reasons were appended.
+    """
+    # Images and sounds may each require tokens.
+    for _ in range(3):
+        try:
+            return inputs, _run(model, called, inputs)
+        except Exception as error:
+            names = ", ".join(inputs)
+            kind = type(error).__name__
+            reasons.append(f"{type(called).__name__}({names}): {kind}: {error}")
+            if not every:
+                break
+            inputs = with_required_tokens(inputs, called.config, str(error))
+            if inputs is None:
+                break
+    return None, None
 
 
 def _run(model, called, inputs):
     """Call a part of a model; return the names of the modules that ran."""
-    ran, hooks = set(), []
+    ran = set()
+    hooks = []
     for name, module in model.named_modules():
         hooks.append(module.register_forward_hook(lambda *_, name=name: ran.add(name)))
     try:
@@ -790,18 +959,20 @@ def more_calls(model, missing):
     run.
     """
     missing = set(missing)
-    for name, part in [*model.named_modules(), ("", model)][1:]:
-        if isinstance(part, PreTrainedModel) and any(
-            f"{name_of_missing}.".startswith(f"{name}." if name else "")
-            for name_of_missing in missing
-        ):
-            try:
-                call = call_of(model, name, every=not name)
-            except Exception:  # it does not work alone
-                continue
-            if missing & call.ran:
-                missing -= call.ran
-                yield call
+    _, *parts = model.named_modules()  # the first one is the model
+    for name, part in [*parts, ("", model)]:
+        if not isinstance(part, PreTrainedModel):
+            continue
+        prefix = f"{name}." if name else ""
+        if not any(f"{layer}.".startswith(prefix) for layer in missing):
+            continue
+        try:
+            call = call_of(model, name, every=not name)
+        except Exception:  # it does not work alone
+            continue
+        if missing & call.ran:
+            missing -= call.ran
+            yield call
 
 
 def tiny_model(model_type):
@@ -811,7 +982,11 @@ def tiny_model(model_type):
         NoAttention: if it has no attention.
         ValueError: if no model can be made, with the reasons.
     """
-    reasons, first, lacking, begin = [], None, 0, time.process_time()
+    reasons = []
+    # The first model that was made, if only its parts can be called.
+    in_parts = None
+    is_without_attention = False
+    begin = time.process_time()
     for recipe in RECIPES:
         try:
             tiny_config(model_type, recipe)
@@ -825,83 +1000,85 @@ def tiny_model(model_type):
             try:
                 model = build(cls, tiny_config(model_type, recipe))
             except NoAttention:
-                lacking += 1
+                is_without_attention = True
                 continue
             except Exception as error:
                 reasons.append(f"{cls.__name__}: {type(error).__name__}: {error}")
                 continue
-            first = first or (
-                model,
-                Call("", {}, {}, set()),
-                f"{cls.__name__}, {recipe}, parts alone",
-            )
+            way = f"{cls.__name__}, {recipe}"
+            if in_parts is None:
+                in_parts = model, Call("", {}, {}, set()), f"{way}, parts alone"
             try:
-                return model, call_of(model), f"{cls.__name__}, {recipe}"
+                return model, call_of(model), way
             except ValueError as error:
                 reasons.append(str(error))
-    if first is not None:
-        return first
-    if lacking:
+    if in_parts is not None:
+        return in_parts
+    if is_without_attention:
         raise NoAttention
-    raise ValueError(
-        " | ".join(dict.fromkeys(reason.replace("\n", " ")[:300] for reason in reasons))
-        or "no model class"
-    )
+    if not reasons:
+        raise ValueError("no model class")
+    short_reasons = [reason.replace("\n", " ")[:300] for reason in reasons]
+    raise ValueError(" | ".join(_unique(short_reasons)))
 
 
 # ---- Layers alone --------------------------------------------------------------------------------
 
 QUERIES = (
-    *(
-        "hidden_states",
-        "hidden_state",
-        "queries",
-        "query",
-        "query_states",
-        "query_tensor",
-        "input_tensor",
-        "inputs",
-    ),
-    *(
-        "input",
-        "x",
-        "q",
-        "latents",
-        "target",
-        "current_vision_features",
-        "vision_features",
-        "single_states",
-    ),
+    "hidden_states",
+    "hidden_state",
+    "queries",
+    "query",
+    "query_states",
+    "query_tensor",
+    "input_tensor",
+    "inputs",
+    "input",
+    "x",
+    "q",
+    "latents",
+    "target",
+    "current_vision_features",
+    "vision_features",
+    "single_states",
 )
 """Names of the tokens that a layer makes queries of."""
 
 KEYS = (
-    *(
-        "keys",
-        "key",
-        "key_states",
-        "k",
-        "key_value_states",
-        "encoder_hidden_states",
-        "key_hidden_states",
-        "context",
-    ),
-    *(
-        "kv",
-        "memory",
-        "values",
-        "value",
-        "value_states",
-        "v",
-        "value_hidden_states",
-        "cross_attention_states",
-    ),
-    *("text_features", "image_features"),
+    "keys",
+    "key",
+    "key_states",
+    "k",
+    "key_value_states",
+    "encoder_hidden_states",
+    "key_hidden_states",
+    "context",
+    "kv",
+    "memory",
+    "values",
+    "value",
+    "value_states",
+    "v",
+    "value_hidden_states",
+    "cross_attention_states",
+    "text_features",
+    "image_features",
 )
 """Names of the tokens from which it makes keys and values."""
 
 POSITIONS = ("position_embeddings", "rotary_pos_emb", "cos", "sin", "object_queries")
 """Names of arguments with positions of tokens, which are optional."""
+
+NOTHING = (
+    "attention_bias",
+    "attention_mask",
+    "mask",
+    "cache",
+    "past_key_values",
+    "alibi",
+    "head_mask",
+)
+"""Names of arguments that are None."""
 
 AROUND = 3
 """Modules that are tried for a layer: itself, and those around it."""
@@ -915,7 +1092,10 @@ def calls_alone(model, names):
     for name in names:
         part = name
         for _ in range(AROUND):
-            call = None if name not in missing or not part else _call_alone(model, part)
+            # The call of another layer may have run this one.
+            if name not in missing or not part:
+                break
+            call = _call_alone(model, part)
             if call is not None and name in call.ran:
                 missing -= call.ran
                 yield call
@@ -927,148 +1107,166 @@ def _call_alone(model, part):
     """Return a call of a module that is not a model, with inputs by the names of its parameters;
     None if all fail.
     """
-    called, made = model.get_submodule(part), []
-    for seed in (1, 2):
-        made.append(
-            list(islice(_inputs_alone(model, part, torch.Generator().manual_seed(seed)), TRIALS))
-        )
-    for first, second in zip(*made, strict=True):
-        inputs = {name: make() for name, make in first.items()}
+    called = model.get_submodule(part)
+    choices = list(islice(_inputs_alone(model, part, seed=1), TRIALS))
+    fresh_choices = list(islice(_inputs_alone(model, part, seed=2), TRIALS))
+    for makers, fresh_makers in zip(choices, fresh_choices, strict=True):
+        inputs = make_all(makers)
         with suppress(Exception):
-            return Call(
-                part,
-                inputs,
-                {name: make() for name, make in second.items()},
-                _run(model, called, inputs),
-            )
+            fresh = make_all(fresh_makers)
+            return Call(part, inputs, fresh, _run(model, called, inputs))
     return None
 
 
-def _inputs_alone(model, part, generator):
+def _inputs_alone(model, part, seed):
     """Yield functions that make keywords for a module that is not a model, the likeliest first."""
     called = model.get_submodule(part)
     parameters = inspect.signature(called.forward).parameters
-    makers = _makers_alone(model, part, generator)
-    needed = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind not in VARIABLE
+    makers = _makers_alone(model, part, Draws(torch.Generator().manual_seed(seed)))
+    needed = _required(parameters)
+    names_of_keys = []
+    words = f"{part} {type(called).__name__}".lower()
+    if re.search(r"cross|encoder_attn|encoder_decoder", words):
+        others = [name for name in KEYS if name in parameters and name not in needed]
+        names_of_keys = others[:1]
+    names_of_positions = [name for name in POSITIONS if name in parameters]
+    sets = [
+        [*needed, *names_of_keys, *names_of_positions],
+        [*needed, *names_of_keys],
+        [*needed, *names_of_positions],
+        needed,
     ]
-    is_cross = re.search(
-        r"cross|encoder_attn|encoder_decoder", f"{part} {type(called).__name__}".lower()
-    )
-    more = (
-        [name for name in KEYS if name in parameters and name not in needed][:1] if is_cross else []
-    )
-    position_names = [name for name in POSITIONS if name in parameters]
-    sets = [[*needed, *more, *position_names], [*needed, *more], [*needed, *position_names], needed]
-    for names in dict.fromkeys(tuple(dict.fromkeys(names_of_set)) for names_of_set in sets):
-        if all(name in makers for name in names):
-            several = [makers[name] for name in names]
-            for index in range(
-                max(map(len, several), default=0)
-            ):  # the same of all, such as their width
-                yield {
-                    name: value[min(index, len(value) - 1)]
-                    for name, value in zip(names, several, strict=True)
-                }
-            for choice in product(*several):
-                yield dict(zip(names, choice, strict=True))
+    for names in _unique(tuple(_unique(names)) for names in sets):
+        if not all(name in makers for name in names):
+            continue
+        alternatives = [makers[name] for name in names]
+        most = max(map(len, alternatives), default=0)
+        # Alternatives of the same number first: theirs is the same width, for example.
+        for index in range(most):
+            choice = [several[min(index, len(several) - 1)] for several in alternatives]
+            yield dict(zip(names, choice, strict=True))
+        for choice in product(*alternatives):
+            yield dict(zip(names, choice, strict=True))
 
 
-def _makers_alone(model, part, generator):
+def unchanged(x):
+    """Return a function that returns x."""
+    return lambda: x
+
+
+def _makers_alone(model, part, draws):
     """Return functions that make an input of a module that is not a model, by its name."""
     called = model.get_submodule(part)
-    linears = [
-        x for x in called.modules() if getattr(getattr(x, "weight", None), "ndim", 0) in (2, 4)
-    ]
-    widths = list(dict.fromkeys(x.weight.shape[type(x).__name__ != "Conv1D"] for x in linears)) or [
-        64
-    ]
-    is_first = all(getattr(x, "batch_first", True) for x in called.modules())
-
-    def normal(*shape):
-        return lambda: torch.randn(shape, generator=generator)
-
-    def tokens(width, count=TOKENS):
-        return normal(SEQUENCES, count, width) if is_first else normal(count, SEQUENCES, width)
-
-    def constant(x):
-        return lambda: x
-
-    widths = widths[:3]
-    queries = [tokens(width) for width in widths]
-    queries += [
-        normal(SEQUENCES, width, 4, TOKENS // 4)
-        for width in widths[:1]
-        if any(x.weight.ndim == 4 for x in linears)
-    ]
-    queries += [normal(SEQUENCES, 4, TOKENS // 4, width) for width in widths[:1]]
-    queries += [normal(SEQUENCES, 1, TOKENS, width) for width in widths[:1]]
-    keys = [tokens(width, TOKENS - 5) for width in widths]
-    keys += [normal(SEQUENCES, 1, TOKENS - 5, width) for width in widths[:1]] * (
-        len(queries) - len(keys)
-    )
-    if "cu_seqlens" in inspect.signature(called.forward).parameters:
-        joined = SEQUENCES * TOKENS
-        queries = [
-            normal(*shape) for width in widths for shape in ((joined, width), (1, joined, width))
-        ]
-    positions = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
-    rotary = [constant(x) for x in _angles(model, part)]
-    nothing = (
-        "attention_bias",
-        "attention_mask",
-        "mask",
-        "cache",
-        "past_key_values",
-        "alibi",
-        "head_mask",
-    )
+    queries, keys = _makers_of_tokens_alone(called, draws)
+    angles = list(_angles(model, part))
+    embeddings = [*(unchanged(pair) for pair in angles), *queries]
+    positions = [unchanged(torch.arange(TOKENS)[None].expand(SEQUENCES, -1))]
+    nothing = [unchanged(None)]
     return {
         **dict.fromkeys(QUERIES, queries),
         **dict.fromkeys(KEYS, keys),
-        **{name: [*rotary, *queries] for name in ("position_embeddings", "rotary_pos_emb")},
-        **{
-            name: [constant(x[index]) for x in _angles(model, part)]
-            for index, name in enumerate(("cos", "sin"))
-        },
-        **{name: [*queries, *keys] for name in ("object_queries", "spatial_position_embeddings")},
-        **{name: [constant(None)] for name in nothing},
-        **{name: [constant(positions)] for name in ("position_ids", "positions")},
-        "cu_seqlens": [constant(TOKENS * torch.arange(SEQUENCES + 1, dtype=torch.int32))],
-        "max_seqlen": [constant(TOKENS)],
-        "layer_idx": [constant(getattr(called, "layer_idx", 0))],
-        "height": [constant(4)],
-        "width": [constant(TOKENS // 4)],
-        "output_attentions": [constant(False)],
+        **dict.fromkeys(NOTHING, nothing),
+        "position_embeddings": embeddings,
+        "rotary_pos_emb": embeddings,
+        "cos": [unchanged(cosines) for cosines, _ in angles],
+        "sin": [unchanged(sines) for _, sines in angles],
+        "object_queries": [*queries, *keys],
+        "spatial_position_embeddings": [*queries, *keys],
+        "position_ids": positions,
+        "positions": positions,
+        "cu_seqlens": [unchanged(TOKENS * torch.arange(SEQUENCES + 1, dtype=torch.int32))],
+        "max_seqlen": [unchanged(TOKENS)],
+        "layer_idx": [unchanged(getattr(called, "layer_idx", 0))],
+        "height": [unchanged(4)],
+        "width": [unchanged(TOKENS // 4)],
+        "output_attentions": [unchanged(False)],
     }
+
+
+def _makers_of_tokens_alone(called, draws):
+    """Return the makers of queries, and of as many keys."""
+    matrices = []
+    for module in called.modules():
+        if getattr(getattr(module, "weight", None), "ndim", 0) in (2, 4):
+            matrices.append(module)
+    widths = _widths_of(matrices)[:3]
+    # Modules of images have tokens in rows and columns.
+    width = widths[0]
+    queries = [_maker_in_order(called, draws, TOKENS, width) for width in widths]
+    if any(module.weight.ndim == 4 for module in matrices):
+        queries.append(draws.normal(SEQUENCES, width, 4, TOKENS // 4))
+    queries.append(draws.normal(SEQUENCES, 4, TOKENS // 4, width))
+    queries.append(draws.normal(SEQUENCES, 1, TOKENS, width))
+    num_keys = TOKENS - 5  # fewer than queries, so that a call with swapped axes fails
+    keys = [_maker_in_order(called, draws, num_keys, width) for width in widths]
+    keys_of_one_image = draws.normal(SEQUENCES, 1, num_keys, width)
+    keys += [keys_of_one_image] * (len(queries) - len(keys))
+    if "cu_seqlens" in inspect.signature(called.forward).parameters:
+        # All sequences are joined.
+        queries = []
+        for width in widths:
+            queries.append(draws.normal(SEQUENCES * TOKENS, width))
+            queries.append(draws.normal(1, SEQUENCES * TOKENS, width))
+    return queries, keys
+
+
+def _widths_of(matrices):
+    """Return the different input widths of modules with a matrix, in their order."""
+    widths = {}
+    for module in matrices:
+        # Only the Conv1D of transformers has the inputs in the first axis.
+        if type(module).__name__ == "Conv1D":
+            widths[module.weight.shape[0]] = None
+        else:
+            widths[module.weight.shape[1]] = None
+    return list(widths) or [64]
+
+
+def _maker_in_order(called, draws, count, width):
+    """Return the maker of tokens, with the axis of sequences where a module has it."""
+    if all(getattr(module, "batch_first", True) for module in called.modules()):
+        return draws.normal(SEQUENCES, count, width)
+    return draws.normal(count, SEQUENCES, width)
 
 
 def _angles(model, part):
     """Yield cosines and sines of the positions of tokens, as modules of a model that rotate return
     them.
     """
-    rotary = {
-        name: module for name, module in model.named_modules() if "Rotary" in type(module).__name__
-    }
-    near = sorted(rotary, key=lambda name: not f"{part}.".startswith(f"{name.rpartition('.')[0]}."))
-    positions, x = torch.arange(TOKENS)[None], torch.zeros(1, TOKENS, 1)
-    kinds = dict.fromkeys((getattr(model.get_submodule(part), "layer_type", None), *KINDS))
-    for module in (rotary[name] for name in near):
-        for arguments in (
-            (x, positions),
-            *((x, positions, kind) for kind in kinds),
-            (positions,),
-            (x, positions.expand(3, 1, -1)),
-        ):
-            with suppress(Exception), torch.no_grad():
-                made = module(*arguments)
-                if isinstance(made, tuple) and len(made) == 2:
-                    yield made
-                    break
-    dim = getattr(model.get_submodule(part), "head_dim", None)
-    if type(dim) is int:
-        angles = positions[..., None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    rotary = {}
+    for name, module in model.named_modules():
+        if "Rotary" in type(module).__name__:
+            rotary[name] = module
+
+    def is_far(name):
+        parent = name.rpartition(".")[0]
+        return not f"{part}.".startswith(f"{parent}.")
+
+    layer = model.get_submodule(part)
+    layer_type = getattr(layer, "layer_type", None)
+    positions = torch.arange(TOKENS)[None]
+    for name in sorted(rotary, key=is_far):
+        angles = _angles_of(rotary[name], positions, layer_type)
+        if angles is not None:
+            yield angles
+    head_dim = getattr(layer, "head_dim", None)
+    if type(head_dim) is int:
+        frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+        angles = positions[..., None] * frequencies
         angles = torch.cat([angles, angles], dim=-1)
         yield angles.cos(), angles.sin()
+
+
+def _angles_of(module, positions, layer_type):
+    """Return the cosines and sines of a module that rotates; None if no way to call it works."""
+    x = torch.zeros(1, TOKENS, 1)
+    ways = [(x, positions)]
+    ways += [(x, positions, kind) for kind in _unique([layer_type, *KINDS])]
+    ways.append((positions,))
+    ways.append((x, positions.expand(3, 1, -1)))
+    for arguments in ways:
+        with suppress(Exception), torch.no_grad():
+            angles = module(*arguments)
+            if isinstance(angles, tuple) and len(angles) == 2:
+                return angles
+    return None

@@ -56,6 +56,9 @@ def multi_head_latent_attention(
     if absorb is None:
         # All slots would be expanded: under jit it is unknown which are filled.
         absorb = spec.absorbs(x.shape[1], cache.capacity)
+    kv_b = None
+    if absorb:
+        kv_b = weights["kv_b_proj"]["kernel"]
     return cached_layer(
         FunctionalLayer(weights, spec, kernel),
         x,
@@ -64,7 +67,7 @@ def multi_head_latent_attention(
         bias,
         new_lengths=new_lengths,
         positions=positions,
-        kv_b=weights["kv_b_proj"]["kernel"] if absorb else None,
+        kv_b=kv_b,
     )
 
 
@@ -108,7 +111,8 @@ class MultiHeadLatentAttention(AttentionLayer):
             ValueError: if the capacity is below 1 or the batch size below 0.
         """
         latent = check_latent(self.spec)
-        dtype = self.dtype if dtype is None else dtype
+        if dtype is None:
+            dtype = self.dtype
         if dtype is None:
             projection: Projection = getattr(self, next(iter(self.spec.projections)))
             dtype = projection.kernel[...].dtype
@@ -131,11 +135,10 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         check_is_cache(cache, LatentCache)
         x, bias = cast((x, bias), self.dtype)
+        kv_b = None
         # All slots would be expanded: under jit it is unknown which are filled.
         if self.spec.absorbs(x.shape[1], cache.capacity):
             kv_b = self._kv_b()
-        else:
-            kv_b = None
         output, cache = cached_layer(
             self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
         )
@@ -144,6 +147,6 @@ class MultiHeadLatentAttention(AttentionLayer):
     def _kv_b(self) -> Array | None:
         """Return the kernel of kv_b_proj; None if kv_b_proj was replaced and must be called."""
         projection = self.kv_b_proj
-        if type(projection) is Projection:
-            return cast(projection.kernel[...], self.dtype)
-        return None
+        if type(projection) is not Projection:
+            return None
+        return cast(projection.kernel[...], self.dtype)

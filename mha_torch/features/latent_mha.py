@@ -51,7 +51,11 @@ def multi_head_latent_attention(
     check_latent(spec)
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
-    absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
+    if absorb is None:
+        absorb = spec.absorbs(x.shape[1])
+    kv_b = None
+    if absorb:
+        kv_b = weights["kv_b_proj.weight"]
     return cached_layer(
         FunctionalLayer(weights, spec, kernel),
         x,
@@ -60,7 +64,7 @@ def multi_head_latent_attention(
         bias,
         new_lengths=new_lengths,
         positions=positions,
-        kv_b=weights["kv_b_proj.weight"] if absorb else None,
+        kv_b=kv_b,
     )
 
 
@@ -104,7 +108,8 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         latent = check_latent(self.spec)
         weight = next(self.parameters())
-        dtype = cache_dtype(weight) if dtype is None else dtype
+        if dtype is None:
+            dtype = cache_dtype(weight)
         return init_latent_cache(
             batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype, device=weight.device
         )
@@ -125,10 +130,9 @@ class MultiHeadLatentAttention(AttentionLayer):
         Results, errors and other arguments are as in `MultiHeadAttentionWithCache`.
         """
         check_is_cache(cache, LatentCache)
+        kv_b = None
         if self.spec.absorbs(x.shape[1]):
             kv_b = self._kv_b()
-        else:
-            kv_b = None
         output, cache = cached_layer(
             self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
         )
@@ -138,22 +142,21 @@ class MultiHeadLatentAttention(AttentionLayer):
         """Return the weight of kv_b_proj; None if kv_b_proj was replaced, hooked or biased and must
         be called.
         """
-        kv_b_proj = self.kv_b_proj
-        is_plain = (
-            type(kv_b_proj) is nn.Linear
-            and kv_b_proj.bias is None
-            and "forward" not in vars(kv_b_proj)
-            and not hooks_of(kv_b_proj)
-        )
-        if is_plain and not is_distributed(kv_b_proj.weight):
-            return kv_b_proj.weight
-        return None
+        projection = self.kv_b_proj
+        if type(projection) is not nn.Linear or projection.bias is not None:
+            return None
+        if "forward" in vars(projection) or hooks_of(projection):
+            return None
+        if is_distributed(projection.weight):
+            return None
+        return projection.weight
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks that run when a module is called."""
-    registries = (
-        *(module._forward_hooks, module._forward_pre_hooks),
-        *(module._backward_hooks, module._backward_pre_hooks),
-    )
-    return [hook for registry in registries for hook in registry.values()]
+    return [
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+    ]

@@ -29,9 +29,11 @@ def local_weight(weight: Tensor) -> Tensor:
     if not is_distributed(weight):
         return weight
     distributed: Any = weight
-    placements = [
-        Partial() if placement.is_replicate() else placement for placement in distributed.placements
-    ]
+    placements = []
+    for placement in distributed.placements:
+        if placement.is_replicate():
+            placement = Partial()
+        placements.append(placement)
     return distributed.to_local(grad_placements=placements)
 
 
@@ -104,13 +106,14 @@ class ShardedNorm(NormLayer):
     def forward(self, x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens H"]:
         """Return x, normalized."""
         if self.width is None:
-            of_process = local_weight
+            local = local_weight
         else:
-            of_process = self.width.local
-        weight, bias = (
-            None if parameter is None else of_process(parameter)
-            for parameter in (self.weight, self.bias)
-        )
+            local = self.width.local
+        weight = bias = None
+        if self.weight is not None:
+            weight = local(self.weight)
+        if self.bias is not None:
+            bias = local(self.bias)
         if self.width is None:
             return apply_norm(x, self.norm, weight, bias)
         return apply_norm_by_mean(x, self.norm, weight, bias, self.width.mean)

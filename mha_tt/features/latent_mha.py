@@ -56,7 +56,8 @@ def multi_head_latent_attention(
     check_latent(spec)
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
-    absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
+    if absorb is None:
+        absorb = spec.absorbs(x.shape[1])
     get_kv_b = None
     if absorb:
         get_kv_b = partial(weights_of_heads, weights["kv_b_proj.weight"], spec)
@@ -122,7 +123,8 @@ class MultiHeadLatentAttention(AttentionLayer):
             ValueError: if the capacity is below 1 or the batch size below 0.
         """
         latent = check_latent(self.spec)
-        dtype = self.dtype if dtype is None else dtype
+        if dtype is None:
+            dtype = self.dtype
         return init_latent_cache(
             batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype, device=self.device
         )

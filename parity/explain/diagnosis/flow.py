@@ -146,20 +146,25 @@ def _small(problem: Problem) -> Problem:
 def _small_with_cache(problem: Problem) -> Problem:
     case = problem.case
     num_calls = len(case.chunks)
+    # All at once: a case checks its arrays against its number of tokens.
+    arrays: dict[str, np.ndarray] = {}
+    inputs: dict[str, np.ndarray] = {"query": np.zeros((case.batch, num_calls, case.spec.d_in))}
+    if case.mask is not None:
+        arrays["mask"] = NOTHING_HIDDEN
+        of_scores = (case.batch, case.spec.num_heads, num_calls, num_calls)
+        inputs["mask"] = np.zeros(of_scores, bool)
+    if case.cache_slots is not None:
+        arrays["cache_slots"] = np.arange(num_calls)[None]
+    if case.position_ids is not None:
+        arrays["position_ids"] = case.position_ids[..., :num_calls]
     small = replace(
         case,
         seq_len=num_calls,
         chunks=(1,) * num_calls,
         new_lengths=(),
         capacity=num_calls,
-        mask=None if case.mask is None else NOTHING_HIDDEN,
-        cache_slots=None if case.cache_slots is None else np.arange(num_calls)[None],
-        position_ids=None if case.position_ids is None else case.position_ids[..., :num_calls],
+        **arrays,
     )
-    inputs: dict[str, np.ndarray] = {"query": np.zeros((case.batch, num_calls, case.spec.d_in))}
-    if case.mask is not None:
-        of_scores = (case.batch, case.spec.num_heads, num_calls, num_calls)
-        inputs["mask"] = np.zeros(of_scores, bool)
     for name in ("k", "v"):
         if name in problem.inputs:
             inputs[name] = problem.inputs[name][:, :, :num_calls]

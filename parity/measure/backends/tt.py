@@ -60,7 +60,9 @@ def to_numpy(x: ttnn.Tensor) -> np.ndarray:
             values = _values_on_host(x, is_integer="int" in kind)
     if "int" in kind:
         return values.astype(kind)
-    return values if kind == "float32" else values.astype(ml_dtypes.bfloat16)
+    if kind == "float32":
+        return values
+    return values.astype(ml_dtypes.bfloat16)
 
 
 def _values_on_host(x: ttnn.Tensor, *, is_integer: bool) -> np.ndarray:
@@ -85,7 +87,10 @@ def open_device(shape: tuple[int, int] | None = None) -> ttnn.MeshDevice:
     if not _devices or shape not in (None, tuple(_devices[-1].shape)):
         _choose_target()
         _close()
-        opening = mha_tt.open_device() if shape is None else mha_tt.open_mesh(shape)
+        if shape is None:
+            opening = mha_tt.open_device()
+        else:
+            opening = mha_tt.open_mesh(shape)
         _devices.append(_open_devices.enter_context(opening))
     return _devices[-1]
 
@@ -110,7 +115,9 @@ def _close() -> None:
 
 def why_skipped(case: Case, dtype: str) -> str | None:
     """Return why a case cannot run in a dtype, or None if it can."""
-    return None if dtype in DTYPES else f"ttnn has no {dtype}"
+    if dtype not in DTYPES:
+        return f"ttnn has no {dtype}"
+    return None
 
 
 # ---- Weights -------------------------------------------------------------------------------------
@@ -182,9 +189,13 @@ class Padded(Shapes):
 
     def to_numpy(self, name: str, x: ttnn.Tensor) -> np.ndarray:
         if name == "output":
-            return to_numpy(x) if self.spec.out_proj else self._of_heads(x)
+            if self.spec.out_proj:
+                return to_numpy(x)
+            return self._of_heads(x)
         if name == "gate":
-            return to_numpy(x) if x.shape[2] == self.own_heads else self._of_heads(x)
+            if x.shape[2] == self.own_heads:
+                return to_numpy(x)
+            return self._of_heads(x)
         if name == "latents":
             return self.real(to_numpy(x), "kv_a_proj")
         return self.real(self.port.to_numpy(x), self.like(name))
@@ -195,7 +206,9 @@ class Padded(Shapes):
             return "v_proj"
         if self.spec.latent is None:
             return "k_proj"
-        return "q_proj" if self.spec.latent.q_rank is None else "q_b_proj"
+        if self.spec.latent.q_rank is None:
+            return "q_proj"
+        return "q_b_proj"
 
     def padded(self, x: np.ndarray, projection: str) -> np.ndarray:
         """Return heads with padded features, as after a projection."""
@@ -288,7 +301,9 @@ def arithmetic() -> str:
     """Return the arithmetic of the device; without one, or on a mock board, the arithmetic of
     golden functions.
     """
-    return "ieee" if mha_tt.target() in (None, "mock") else "tensix"
+    if mha_tt.target() in (None, "mock"):
+        return "ieee"
+    return "tensix"
 
 
 def golden_function(operation: Any) -> Callable[..., Any] | None:

@@ -16,7 +16,16 @@ ENTRY = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
 
 def join(prefix: str, name: str) -> str:
     """Return the full name of a tensor under a prefix."""
-    return f"{prefix}.{name}" if prefix else name
+    if not prefix:
+        return name
+    return f"{prefix}.{name}"
+
+
+def _start_of_names(prefix: str) -> str:
+    """Return the text with which all names under a prefix begin."""
+    if not prefix:
+        return ""
+    return f"{prefix}."
 
 
 def numbered(prefix: str) -> str:
@@ -39,8 +48,10 @@ def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str]
 @lru_cache(maxsize=512)
 def _expression(pattern: str) -> re.Pattern[str]:
     """Return the expression of the names under a prefix pattern."""
-    begin = r"(\d+)".join(map(re.escape, pattern.split("{i}")))
-    return re.compile(rf"({begin})\.(.+)" if pattern else r"()(.+)")
+    if not pattern:
+        return re.compile(r"()(.+)")
+    prefix = r"(\d+)".join(map(re.escape, pattern.split("{i}")))
+    return re.compile(rf"({prefix})\.(.+)")
 
 
 def all_prefixes(names: Iterable[str]) -> dict[str, None]:
@@ -65,10 +76,10 @@ def fitting_prefixes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> l
         pattern = numbered(prefix)
         if pattern in fitting:
             continue
-        begin = f"{prefix}." if prefix else ""
+        start = _start_of_names(prefix)
         own_shapes: dict[str, tuple[int, ...]] = {}
         for name in names.under(prefix):
-            short = name.removeprefix(begin)
+            short = name.removeprefix(start)
             if not layout.ignores(short):
                 own_shapes[short] = shapes[name]
         kind = tuple(own_shapes.items())
@@ -104,19 +115,19 @@ class Names:
         self._sorted = sorted(self.order)
         self._by_ending: dict[int, dict[str, list[str]]] = {}
 
-    def beginning(self, begin: str) -> list[str]:
+    def beginning(self, start: str) -> list[str]:
         """Return the names that begin with a text, in the order of the file."""
-        if not begin:
+        if not start:
             return list(self.order)
-        first = bisect_left(self._sorted, begin)
-        last = first
-        while last < len(self._sorted) and self._sorted[last].startswith(begin):
-            last += 1
-        return sorted(self._sorted[first:last], key=self.order.__getitem__)
+        first = bisect_left(self._sorted, start)
+        end = first
+        while end < len(self._sorted) and self._sorted[end].startswith(start):
+            end += 1
+        return sorted(self._sorted[first:end], key=self.order.__getitem__)
 
     def under(self, prefix: str) -> list[str]:
         """Return the names under a prefix, in the order of the file."""
-        return self.beginning(f"{prefix}." if prefix else "")
+        return self.beginning(_start_of_names(prefix))
 
     def possible_prefixes(self, layout: Layout) -> dict[str, str]:
         """Return candidate prefixes of a layout's layers, each with a name that ends like one of
@@ -148,5 +159,6 @@ class Names:
         for name in self.order:
             words = name.rsplit(".", count)
             if len(words) >= count:
-                by_ending.setdefault(".".join(words[-count:]), []).append(name)
+                ending = ".".join(words[-count:])
+                by_ending.setdefault(ending, []).append(name)
         return by_ending

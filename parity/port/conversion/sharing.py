@@ -33,8 +33,10 @@ def holders_in_model(prefix: str, model: ModelHints) -> dict[str, str]:
             continue
         weight = weights[short]
         # A path that ends with the name of the tensor is of a layer, or of another module.
-        is_in_layer = label != name and model.attention_at(label) is not None
-        holders[weight] = join(label, weight) if is_in_layer else name
+        if label != name and model.attention_at(label) is not None:
+            holders[weight] = join(label, weight)
+        else:
+            holders[weight] = name
     return holders
 
 
@@ -43,7 +45,9 @@ def label_of_holder(holder: str, weight: str) -> str | None:
     layers.
     """
     label = holder.removesuffix(f".{weight}")
-    return None if label == holder else label
+    if label == holder:
+        return None
+    return label
 
 
 def name_in_file(holder: str, weight: str, layout: Layout, names: Collection[str]) -> str | None:
@@ -55,7 +59,9 @@ def name_in_file(holder: str, weight: str, layout: Layout, names: Collection[str
     short = layout.name_of(weight)
     if label is not None and short is not None:
         name = join(label, short)
-    return name if name in names else None
+    if name not in names:
+        return None
+    return name
 
 
 def renamed(holders: Mapping[str, str], labels: Mapping[str, str]) -> dict[str, str]:

@@ -49,7 +49,9 @@ class EquinoxMultiheadAttention(Adapter):
 
     def write(self, module: Any, tensors: Weights) -> Any:
         def replaced(path: Any, leaf: Any) -> Any:
-            return to_jax(tensors[_name(path)]) if equinox.is_array(leaf) else leaf
+            if not equinox.is_array(leaf):
+                return leaf
+            return to_jax(tensors[_name(path)])
 
         return jax.tree_util.tree_map_with_path(replaced, module)
 
@@ -84,7 +86,9 @@ class EquinoxMultiheadAttention(Adapter):
 
         # An Equinox layer attends in one sequence; the keys are for dropout.
         rngs = jax.random.split(jax.random.key(0), query.shape[0])
-        mask_axis = None if mask is None else 0
+        mask_axis = 0
+        if mask is None:
+            mask_axis = None
         call_each = jax.vmap(call_one, in_axes=(0, 0, 0, mask_axis, 0))
         return call_each(query, key, value, mask, rngs), None
 

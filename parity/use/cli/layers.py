@@ -86,11 +86,14 @@ def layer_options(options: Options) -> LayerKeywords:
     theta = options.rope_theta
     if theta is not None and not 0.0 < theta < math.inf:
         raise input_error("--rope-theta", "be positive and finite", {"--rope-theta": theta})
+    rope = None
+    if theta is not None:
+        rope = Rope(theta)
     return {
         "num_heads": options.num_heads,
         "num_kv_heads": options.num_kv_heads,
         "head_dim": options.head_dim,
-        "rope": None if theta is None else Rope(theta),
+        "rope": rope,
     }
 
 
@@ -129,8 +132,9 @@ def status_of(same: bool, pairs: Pairs) -> int:
     """Return the exit status of a comparison: 0 only if everything was compared and is the same."""
     if not same:
         return 1
-    is_complete = all(not part.is_open for part in pairs.not_compared)
-    return 0 if is_complete else 2
+    if any(part.is_open for part in pairs.not_compared):
+        return 2
+    return 0
 
 
 @contextmanager
@@ -210,11 +214,11 @@ def _in_order_of(first: list[FileLayer], second: list[FileLayer]) -> list[FileLa
     """
     for name_of in (_label, _path_in_model):
         names = [name_of(layer) for layer in first]
-        by_name = {name_of(layer): layer for layer in second}
+        second_by_name = {name_of(layer): layer for layer in second}
         # Names must be different: in some models, several layers have none.
-        are_unique = len(by_name) == len(second) == len(first)
-        if are_unique and by_name.keys() == set(names):
-            return [by_name[name] for name in names]
+        are_unique = len(second_by_name) == len(second) == len(first)
+        if are_unique and second_by_name.keys() == set(names):
+            return [second_by_name[name] for name in names]
     return second
 
 
@@ -223,7 +227,9 @@ def _label(layer: FileLayer) -> str:
 
 
 def _path_in_model(layer: FileLayer) -> str | None:
-    return None if layer.model is None else layer.model.path
+    if layer.model is None:
+        return None
+    return layer.model.path
 
 
 def _restored(layer: FileLayer, other: FileLayer) -> FileLayer:

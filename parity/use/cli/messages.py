@@ -101,7 +101,9 @@ def requires(flags: Sequence[str] | str, needed: str) -> click.UsageError:
     """Return the error if options were passed without what they belong to."""
     if isinstance(flags, str):
         flags = [flags]
-    verb = "requires" if len(flags) == 1 else "require"
+    verb = "require"
+    if len(flags) == 1:
+        verb = "requires"
     return click.UsageError(f"{and_listed(flags)} {verb} {needed}", _context())
 
 
@@ -130,12 +132,16 @@ def check_exclusive(options: Any, *flags: str) -> None:
 def names_like(name: str, known_names: Iterable[str], listed: str) -> str:
     """Return a hint for an unknown name: names that are spelled like it, and what lists all."""
     similar = did_you_mean(name, known_names)
-    return f"{similar} {listed}" if similar else listed
+    if not similar:
+        return listed
+    return f"{similar} {listed}"
 
 
 def add_hint(error: InputError, hint: str) -> None:
     """Append a sentence to the hint of an error."""
-    error.hint = f"{error.hint}; {hint}" if error.hint else hint
+    if error.hint:
+        hint = f"{error.hint}; {hint}"
+    error.hint = hint
 
 
 def no_framework() -> str:

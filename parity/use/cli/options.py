@@ -49,6 +49,15 @@ MOST_NUMBERS = 100_000
 """Most layers or heads of an option. It is a choice: more than any model has, and few bytes."""
 
 
+def first_or_none(values: Sequence[str]) -> str | None:
+    """Return the first value of an option that may be passed several times; None if it was not
+    passed.
+    """
+    if not values:
+        return None
+    return values[0]
+
+
 def flag_of(name: str) -> str:
     """Return the option of a name: `--head-dim` for `head_dim`."""
     return f"--{name.replace('_', '-')}"

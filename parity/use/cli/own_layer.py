@@ -14,6 +14,7 @@ from parity.measure.text import and_listed
 from parity.use.cli.command import Options
 from parity.use.cli.layers import layer_options
 from parity.use.cli.messages import input_error, requires
+from parity.use.cli.options import first_or_none
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +76,9 @@ def own_layer(options: Options) -> OwnLayer:
     from parity.measure.backends import FRAMEWORKS, load_backend, why_missing
 
     name = options.files[0]
-    source = options.weights if options.model is None else options.model
+    source = options.model
+    if source is None:
+        source = options.weights
     if source is None:
         raise requires(name, "--model or --weights, with the weights of the right layer")
     function, receives_weights = _function(name, options)
@@ -88,7 +91,9 @@ def own_layer(options: Options) -> OwnLayer:
     reason = why_missing(FRAMEWORKS[framework])
     if reason:
         raise ModuleNotFoundError(reason)
-    dtype = "bfloat16" if framework == "ttnn" else "float32"  # the dtype of its fused kernels
+    dtype = "float32"
+    if framework == "ttnn":
+        dtype = "bfloat16"  # the dtype of its fused kernels
     right = _right_layer(source, dtype, options)
     problem = _problem(right, dtype, options)
     if receives_weights:
@@ -110,8 +115,8 @@ def _right_layer(source: str, dtype: str, options: Options) -> _RightLayer:
     from parity.port.conversion.hints import CALLER, LayerHints
     from parity.use.running.models import received_by
 
-    layout = options.layouts[0] if options.layouts else None
-    prefix = options.prefix[0] if options.prefix else None
+    layout = first_or_none(options.layouts)
+    prefix = first_or_none(options.prefix)
     hints = LayerHints.by(CALLER, **layer_options(options))
     with Checkpoint.open(source) as checkpoint:
         layers = checkpoint.layers(hints, layout, prefix)
@@ -123,7 +128,9 @@ def _right_layer(source: str, dtype: str, options: Options) -> _RightLayer:
             is_causal = layer.model.is_causal
         case = _case(layer, spec, is_causal, dtype, options)
         received = received_by(layer, layers.in_order, [case]).get(case.name, {})
-        tensors = layer.tensors() if options.weight_names == "model" else {}
+        tensors: Mapping[str, np.ndarray] = {}
+        if options.weight_names == "model":
+            tensors = layer.tensors()
     return _RightLayer(weights, spec, tensors, case, received, is_causal is not None)
 
 
@@ -132,7 +139,9 @@ def _chosen_layer(layers: list[FileLayer], source: str, options: Options) -> Fil
     from parity.use.running.models import chosen_layers, number_of
 
     number = options.layer
-    chosen = layers if number is None else chosen_layers(layers, [number])
+    chosen = layers
+    if number is not None:
+        chosen = chosen_layers(layers, [number])
     if len(chosen) == 1:
         return chosen[0]
     numbers = sorted({number_of(layer) for layer in chosen})
@@ -167,10 +176,12 @@ def _case(
         return Case(
             "diagnose", spec, about, seq_len=total, chunks=tuple(options.chunks), capacity=total
         )
-    seq_len = SEQ_LEN if options.seq_len is None else options.seq_len
-    bias = spec.relative_bias
-    if isinstance(bias, GridBias) and options.seq_len is None:
-        seq_len = min(seq_len, bias.num_tokens)
+    seq_len = options.seq_len
+    if seq_len is None:
+        seq_len = SEQ_LEN
+        bias = spec.relative_bias
+        if isinstance(bias, GridBias):
+            seq_len = min(seq_len, bias.num_tokens)
     check_memory(spec, seq_len)
     if layer.is_cross:
         # The numbers of queries and keys differ, so that swapped axes show.
@@ -196,13 +207,34 @@ def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
     """Return the weights of a layer and drawn inputs, or the weights and inputs in the files of the
     options.
     """
-    from parity.explain.diagnosis.attention import input_array, read_array
     from parity.measure.core.problem import make_problem
 
     case = right.case
     if options.input is None:
         return make_problem(case, dtype, right.weights, right.received)
-    spec = right.spec
+    inputs = _inputs_of_files(case, options)
+    if right.received:
+        raise input_error(
+            "--input", "be left out for a layer that shares keys and values of another"
+        )
+    batch, num_tokens, _ = inputs["query"].shape
+    num_keys = None
+    if "key" in inputs:
+        num_keys = inputs["key"].shape[1]
+    case = replace(case, batch=batch, seq_len=num_tokens, seq_len_k=num_keys)
+    if case.is_cached:
+        case = replace(case, capacity=num_tokens)
+    drawn = make_problem(case, dtype, right.weights)
+    inputs_dtype = drawn.inputs["query"].dtype
+    rounded = {name: x.astype(inputs_dtype) for name, x in inputs.items()}
+    return replace(drawn, inputs={**drawn.inputs, **rounded})
+
+
+def _inputs_of_files(case: Case, options: Options) -> dict[str, np.ndarray]:
+    """Return the arrays of --input, --key-input and --cotangent, which fit each other."""
+    from parity.explain.diagnosis.attention import input_array, read_array
+
+    spec = case.spec
     query = input_array("--input", read_array(options.input), spec.d_in)
     inputs = {"query": query}
     batch, num_tokens, _ = query.shape
@@ -212,26 +244,15 @@ def _problem(right: _RightLayer, dtype: str, options: Options) -> Problem:
     is_cross = case.seq_len_k is not None
     if is_cross and options.key_input is None:
         raise requires("--input for cross-attention", "--key-input")
-    num_keys = None
     if options.key_input is not None:
         key = input_array("--key-input", read_array(options.key_input), spec.d_kv)
-        inputs["key"] = key
-        num_keys = key.shape[1]
         if key.shape[0] != batch:
             sizes = f"{key.shape[0]} and {batch}"
             raise input_error("--key-input", "have as many sequences as --input", sizes)
+        inputs["key"] = key
     if options.cotangent is not None:
         inputs["cotangent"] = _cotangent(options, spec, (batch, num_tokens))
-    if right.received:
-        raise input_error(
-            "--input", "be left out for a layer that shares keys and values of another"
-        )
-    case = replace(case, batch=batch, seq_len=num_tokens, seq_len_k=num_keys)
-    if case.is_cached:
-        case = replace(case, capacity=num_tokens)
-    drawn = make_problem(case, dtype, right.weights)
-    of_dtype = {name: x.astype(drawn.inputs["query"].dtype) for name, x in inputs.items()}
-    return replace(drawn, inputs={**drawn.inputs, **of_dtype})
+    return inputs
 
 
 def _cotangent(options: Options, spec: AttentionSpec, tokens: tuple[int, int]) -> np.ndarray:
@@ -270,7 +291,9 @@ def _function(name: str, options: Options) -> tuple[Callable[..., Any], bool]:
         raise requires(
             "--names", f"a function that receives its weights, such as {name}(params, x)"
         )
-    params = None if options.params is None else load_params(options.params)
+    params = None
+    if options.params is not None:
+        params = load_params(options.params)
     return made(target, name, params), False
 
 
@@ -316,6 +339,8 @@ def names_of_weights(function: Callable[..., Any], error: BaseException | None) 
 
     if not isinstance(function, WithParams) or not isinstance(function.params, Mapping):
         return ""
-    if not isinstance(error, KeyError) or not error.args or error.args[0] in list(function.params):
+    if not isinstance(error, KeyError) or not error.args:
+        return ""
+    if error.args[0] in list(function.params):
         return ""
     return f"{function.name} has {and_listed(function.params)}, and --names sets other names"

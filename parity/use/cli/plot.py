@@ -57,7 +57,9 @@ def run(options: Options) -> Result:
     check_exclusive(options, "--labels", "--labels-file")
     check_destination(options.target, "DST")
     labels = _labels(options)
-    query_labels = None if options.query_labels is None else options.query_labels.split(",")
+    query_labels = None
+    if options.query_labels is not None:
+        query_labels = options.query_labels.split(",")
     with working("computing attention weights"):
         stage, attn_weights = _attention(options)
     heads = options.heads
@@ -74,8 +76,9 @@ def run(options: Options) -> Result:
             title=f"{Path(options.source).name}\n{stage}, sequence {options.sequence}",
         )
     noun = "head" if len(heads) == 1 else "heads"
-    drawn = f"{noun} {', '.join(map(str, heads))}"
-    summary = f"{stage}, sequence {options.sequence}, {drawn}; wrote {options.target}"
+    numbers = ", ".join(map(str, heads))
+    drawn = f"{stage}, sequence {options.sequence}, {noun} {numbers}"
+    summary = f"{drawn}; wrote {options.target}"
     console().print(summary, soft_wrap=True)
     content = {
         "stage": stage,
@@ -110,7 +113,9 @@ def _attention(options: Options) -> tuple[str, Any]:
     from parity.port.conversion.convert import load
     from parity.use.running.traces import load_trace
 
-    case = None if options.case is None else case_named(options.case)
+    case = None
+    if options.case is not None:
+        case = case_named(options.case)
     of_input = {"--causal": options.causal, "--key-input": options.key_input}
     if kind_of(options.source) == "trace":
         of_layer = {
@@ -140,8 +145,11 @@ def _attention(options: Options) -> tuple[str, Any]:
     if case is not None:
         return attention_in_case(weights, spec, case)
     query = read_array(str(options.input))
-    key = None if options.key_input is None else read_array(options.key_input)
-    return "attn_weights", attention_for(weights, spec, query, key, is_causal=bool(options.causal))
+    key = None
+    if options.key_input is not None:
+        key = read_array(options.key_input)
+    is_causal = bool(options.causal)
+    return "attn_weights", attention_for(weights, spec, query, key, is_causal=is_causal)
 
 
 def _passed(values: Mapping[str, Any]) -> list[str]:

@@ -59,9 +59,11 @@ class ProjectOptions:
         table_of_command = table.get(command, {})
         for name, option in options_by_command.get(command, {}).items():
             if name in table_of_command:
-                key, value = f"[{TABLE}.{command}] {name}", table_of_command[name]
+                key = f"[{TABLE}.{command}] {name}"
+                value = table_of_command[name]
             elif name in table:
-                key, value = f"[{TABLE}] {name}", table[name]
+                key = f"[{TABLE}] {name}"
+                value = table[name]
             else:
                 continue
             self.values[str(option.name)] = _as_typed(value, option, f"{path}: {key}")
@@ -90,8 +92,11 @@ class ProjectOptions:
             _, _, name = key.partition(" ")
             # Its table once is enough.
             before, after = re.split(pattern, text, maxsplit=1)
-            text = f"{before}{key}{re.sub(pattern, name, after)}"
-        return f"{self.path}: {text}" if is_named else text
+            after = re.sub(pattern, name, after)
+            text = f"{before}{key}{after}"
+        if not is_named:
+            return text
+        return f"{self.path}: {text}"
 
 
 def _check_names(
@@ -133,8 +138,8 @@ def _nearest_file() -> Path | None:
         folder = Path.cwd()
     except FileNotFoundError:
         return None  # the command reports that the folder was deleted
-    for each in (folder, *folder.parents):
-        path = each / NAME
+    for parent in (folder, *folder.parents):
+        path = parent / NAME
         if path.is_file():
             return path
     return None
@@ -155,7 +160,9 @@ def _table_in(path: Path) -> Mapping[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise input_error(str(path), "be TOML", str(error)) from None
     tools = content.get("tool", {})
-    table = tools.get(PROJECT, {}) if isinstance(tools, Mapping) else {}
+    if not isinstance(tools, Mapping):
+        return {}
+    table = tools.get(PROJECT, {})
     if not isinstance(table, Mapping):
         raise input_error(f"[{TABLE}]", "be a table", type(table).__name__, where=str(path))
     return table
@@ -164,7 +171,9 @@ def _table_in(path: Path) -> Mapping[str, Any]:
 def _options_of(command: click.Command | None) -> dict[str, click.Option]:
     """Return the options of a command by their long names without dashes."""
     options: dict[str, click.Option] = {}
-    for parameter in command.params if command is not None else ():
+    if command is None:
+        return options
+    for parameter in command.params:
         # --help-all, for example, has no value.
         if isinstance(parameter, click.Option) and parameter.expose_value:
             options[name_of(parameter).lstrip("-")] = parameter
@@ -182,11 +191,15 @@ def _as_typed(value: Any, option: click.Option, where: str) -> Any:
         if not isinstance(value, bool):
             raise input_error(where, "be true or false", repr(value))
         return value
-    items = value if isinstance(value, list) else [value]
+    items = value
+    if not isinstance(value, list):
+        items = [value]
     for item in items:
         # A Boolean would pass as the number 1.
         if isinstance(item, bool) or not isinstance(item, str | int | float):
             raise input_error(where, "be a text, a number or a list", repr(value))
     # Text, because 3.5 would pass as the integer 3.
     typed = [str(item) for item in items]
-    return typed if option.multiple else ",".join(typed)
+    if option.multiple:
+        return typed
+    return ",".join(typed)

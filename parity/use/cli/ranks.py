@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from parity.use.cli.command import Options, Result
 from parity.use.cli.layers import ASSUMED_CAUSAL, layer_options
 from parity.use.cli.messages import contradiction, input_error, requires
-from parity.use.cli.options import flag_of
+from parity.use.cli.options import first_or_none, flag_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,8 +33,7 @@ def diagnose_division(options: Options) -> Result:
     from parity.use.reporting.console import console, working
     from parity.use.reporting.diagnosis import print_diagnosis
 
-    division = _division(options.mesh)
-    (num_ranks,) = division.values()
+    dimension, num_ranks = _division(options.mesh)
     paths = options.files
     if len(paths) != num_ranks:
         got = f"{len(paths)}: {' '.join(paths)}"
@@ -47,16 +46,20 @@ def diagnose_division(options: Options) -> Result:
         if paths.count(path) > 1:
             raise input_error("each rank", "have a file of its own", f"{path} twice")
     _check_order(paths)
-    arrays = {path: load_tensors(path)[0] for path in paths}
+    arrays = {}
+    for path in paths:
+        arrays[path], _ = load_tensors(path)
     if options.weights is None:
         problem = _problem_of_case(options, arrays)
     else:
         problem = _problem_of_layer(options, arrays)
     observed = [_without_inputs(arrays_of_rank) for arrays_of_rank in arrays.values()]
     with working("searching for bugs"):
-        diagnosis = diagnose_ranks(observed, problem, **division)
-    print_diagnosis(diagnosis, console(), is_right=not diagnosis.is_wrong, verbose=options.verbose)
-    return 1 if diagnosis.is_wrong else 0, diagnosis
+        diagnosis = diagnose_ranks(observed, problem, **{dimension: num_ranks})
+    is_wrong = diagnosis.is_wrong
+    print_diagnosis(diagnosis, console(), is_right=not is_wrong, verbose=options.verbose)
+    status = 1 if is_wrong else 0
+    return status, diagnosis
 
 
 def _without_inputs(arrays: Arrays) -> Arrays:
@@ -79,14 +82,16 @@ def _numbers(path: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", path)]
 
 
-def _division(text: str) -> dict[str, int]:
-    """Return the dimension that ranks divide and their number, an argument of `diagnose_ranks`."""
+def _division(text: str) -> tuple[str, int]:
+    """Return the argument of `diagnose_ranks` for the dimension that ranks divide, and the number
+    of ranks.
+    """
     name, _, size = text.partition("=")
-    names = {"tensor": "tensor", "sequence": "tokens"}
-    if name not in names or not size.isdecimal() or int(size) < 2:
+    arguments = {"tensor": "tensor", "sequence": "tokens"}
+    if name not in arguments or not size.isdecimal() or int(size) < 2:
         rule = "be tensor=N (ranks divide the heads) or sequence=N (ranks divide the tokens)"
         raise input_error("--mesh", rule, {"--mesh": text})
-    return {names[name]: int(size)}
+    return arguments[name], int(size)
 
 
 def _problem_of_case(options: Options, arrays: Mapping[str, Arrays]) -> Problem:
@@ -121,8 +126,8 @@ def _problem_of_layer(options: Options, arrays: Mapping[str, Arrays]) -> Problem
 
     if options.case is not None:
         raise contradiction("--case", "--weights")
-    layout = options.layouts[0] if options.layouts else None
-    prefix = options.prefix[0] if options.prefix else None
+    layout = first_or_none(options.layouts)
+    prefix = first_or_none(options.prefix)
     weights, spec = load(options.weights, layout, prefix=prefix, **layer_options(options))
     _check_names(options, arrays, INPUTS)
     inputs = {}
@@ -142,16 +147,21 @@ def _problem_of_layer(options: Options, arrays: Mapping[str, Arrays]) -> Problem
         is_causal = "key" not in inputs
         if is_causal:
             console().print(f"the layer {ASSUMED_CAUSAL}", soft_wrap=True)
+    batch, seq_len, _ = query.shape
+    seq_len_k = None
+    if "key" in inputs:
+        seq_len_k = inputs["key"].shape[1]
     case = Case(
         "ranks",
         replace(spec, dropout=0.0, output_dropout=0.0),
         "inputs of the ranks",
-        batch=query.shape[0],
-        seq_len=query.shape[1],
-        seq_len_k=inputs["key"].shape[1] if "key" in inputs else None,
+        batch=batch,
+        seq_len=seq_len,
+        seq_len_k=seq_len_k,
         is_causal=is_causal,
     )
-    rounded = {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()}
+    weights_dtype = dtype_named(dtype)
+    rounded = {name: weight.astype(weights_dtype) for name, weight in weights.items()}
     return Problem(case, dtype, rounded, inputs)
 
 
@@ -190,10 +200,12 @@ def _check_names(options: Options, arrays: Mapping[str, Arrays], inputs: Sequenc
         if not unknown and names & {*stages}:
             continue
         allowed = [*stages, *inputs]
-        got = sorted(unknown or names)
-        hint = did_you_mean_stage(got[0], allowed) if unknown else ""
         rule = f"have stages, out of {', '.join(allowed)}"
-        raise input_error(path, rule, ", ".join(got) or "none", hint=hint)
+        if not unknown:
+            raise input_error(path, rule, ", ".join(sorted(names)) or "none")
+        got = sorted(unknown)
+        hint = did_you_mean_stage(got[0], allowed)
+        raise input_error(path, rule, ", ".join(got), hint=hint)
 
 
 def _dtype_of(arrays: Mapping[str, Arrays]) -> str:

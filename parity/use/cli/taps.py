@@ -16,7 +16,9 @@ def are_taps(paths: Sequence[str], kinds: Sequence[str]) -> bool:
     """Return whether paths, of these kinds, are recordings, one or two; reject a mixture."""
     if "tap" not in kinds:
         return False
-    if set(kinds) != {"tap"} or len(paths) > 2 or len(set(paths)) < len(paths):
+    is_mixture = set(kinds) != {"tap"}
+    is_repeated = len(set(paths)) < len(paths)
+    if is_mixture or is_repeated or len(paths) > 2:
         raise input_error("recordings", "be one or two, without other files", " ".join(paths))
     return True
 
@@ -32,11 +34,12 @@ def compare_recordings(options: Options) -> Result:
         if options.output_format != "text":
             raise requires("--output-format", "--model")
         difference = _compare_two(options.files, with_table=True)
-        status = 0 if difference.agrees else 1
+        if not difference.agrees:
+            return 1, difference
         # Layers of one recording alone have nothing to be compared with.
-        if status == 0 and difference.alone and not options.allow_skipped:
-            status = 2
-        return status, difference
+        if difference.alone and not options.allow_skipped:
+            return 2, difference
+        return 0, difference
     maps = attention_maps(options)
     with working("comparing the recording with its model"):
         verdicts = compare_with(options.model, options.files)
@@ -53,14 +56,18 @@ def diagnose_recordings(options: Options) -> Result:
     if options.model is None:
         _check_no_report({"--html": options.html})
         difference = _compare_two(options.files, with_table=False)
-        return 0 if difference.agrees else 1, difference
+        if difference.agrees:
+            return 0, difference
+        return 1, difference
     maps = attention_maps(options)
     with working("comparing the recording with its model"):
         verdicts = compare_with(options.model, options.files)
     status = 0
     recordings = []
     for path, verdict in verdicts.items():
-        title = path if len(verdicts) > 1 else ""
+        title = ""
+        if len(verdicts) > 1:
+            title = path
         print_verdict(verdict, title, console(), verbose=options.verbose)
         recordings.append({"recording": path, **verdict.to_dict()})
         if not verdict.passed:

@@ -16,13 +16,15 @@ def words_of_usage_error(error: click.ClickException, words: Sequence[str]) -> s
         error: the error.
         words: the command line.
     """
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    path = "mha-parity" if context is None else context.command_path
+    context: click.Context | None = None
+    if isinstance(error, click.UsageError):
+        context = error.ctx
+    path = "mha-parity"
+    if context is not None:
+        path = context.command_path
     if isinstance(error, click.NoSuchCommand):
-        similar = _did_you_mean(error.possibilities)
-        return (
-            f"unknown command {error.command_name!r}; {similar or '`mha-parity help` lists them'}"
-        )
+        hint = _did_you_mean(error.possibilities) or "`mha-parity help` lists them"
+        return f"unknown command {error.command_name!r}; {hint}"
     if isinstance(error, click.NoSuchOption):
         if path.endswith(" mutate") and "--" not in words:
             # Without --, options of the user's own command look like ours.
@@ -31,7 +33,9 @@ def words_of_usage_error(error: click.ClickException, words: Sequence[str]) -> s
             hint = _did_you_mean(error.possibilities) or f"`{path} --help` lists its options"
         return f"unknown option {error.option_name!r}; {hint}"
     if isinstance(error, click.MissingParameter) and error.param is not None:
-        kind = "argument" if isinstance(error.param, click.Argument) else "option"
+        kind = "option"
+        if isinstance(error.param, click.Argument):
+            kind = "argument"
         return f"missing {kind} {name_of(error.param)}; usage: {_usage(context)}"
     text = error.message.rstrip(".")
     if isinstance(error, click.BadParameter) and error.param is not None:
@@ -45,7 +49,8 @@ def _did_you_mean(names: Sequence[str] | None) -> str:
     """Return a question about similar names; empty if there are none."""
     if not names:
         return ""
-    return f"did you mean {' or '.join(repr(name) for name in names)}?"
+    alternatives = " or ".join(repr(name) for name in names)
+    return f"did you mean {alternatives}?"
 
 
 def _usage(context: click.Context | None) -> str:

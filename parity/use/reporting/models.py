@@ -43,7 +43,9 @@ def print_layers(model_type: str, layers: Sequence[ModelLayer], out: Console) ->
             num_layers[layer.part] += 1
     for same in grouped(layers, _look).values():
         first = same[0]
-        part = f", {first.part}" if first.part else ""
+        part = ""
+        if first.part:
+            part = f", {first.part}"
         numbers = _numbers(layer.index for layer in same)
         title = f"{model_type}{part}, {numbers} of {num_layers[first.part]}: {first.kind}"
         if not first.is_causal and first.kind != "cross_attention":
@@ -91,6 +93,7 @@ def _numbers(indices: Iterable[int]) -> str:
             words.append(f"{run[0]}")
         else:
             words.append(f"{run[0]} to {run[-1]}")
-    is_one = len(runs) == 1 and len(runs[0]) == 1
-    noun = "layer" if is_one else "layers"
+    noun = "layers"
+    if len(runs) == 1 and len(runs[0]) == 1:
+        noun = "layer"
     return f"{noun} {', '.join(words)}"

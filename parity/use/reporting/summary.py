@@ -87,7 +87,9 @@ def _gaps_in_words(report: Report) -> str:
             not_applicable.append(entry)
     words = ""
     if requested:
-        permitted = ", as --allow-skipped permits" if report.allow_skipped else ""
+        permitted = ""
+        if report.allow_skipped:
+            permitted = ", as --allow-skipped permits"
         words += f"; NOT compared{permitted}: {some_of(requested, MOST_IN_LINE)}"
     if not_applicable:
         words += f"; nothing to compare in {some_of(not_applicable, MOST_IN_LINE)}"

@@ -49,7 +49,9 @@ def verify(
     """
     problem, other_problem = probe(weights, spec, other, other_spec)
     dtype = problem.dtype
-    same_dtype = dtype if dtype != "float64" else "float32"
+    same_dtype = dtype
+    if dtype == "float64":
+        same_dtype = "float32"
     actual = run_steps(reference.steps(other_problem, "float64"))
     expected = run_steps(reference.steps(problem, "float64"))
     same_precision = run_steps(reference.steps(problem, same_dtype))
@@ -90,10 +92,12 @@ def with_biases(
     """Add zero biases to a layer if only the other one has biases; the function stays the same."""
     pairs = zip(spec.qkv_biases, other_spec.qkv_biases, strict=True)
     qkv_bias = tuple(own or of_other for own, of_other in pairs)
-    with_all = replace(
-        unheld(spec), qkv_bias=qkv_bias, out_bias=spec.out_bias or other_spec.out_bias
-    )
-    dtype = next(iter(weights.values())).dtype if weights else np.dtype(np.float32)
+    out_bias = spec.out_bias or other_spec.out_bias
+    with_all = replace(unheld(spec), qkv_bias=qkv_bias, out_bias=out_bias)
+    dtype = np.dtype(np.float32)
+    if weights:
+        first = next(iter(weights))
+        dtype = weights[first].dtype
     own_names = weight_shapes(spec)
     with_zeros = dict(weights)
     for name, shape in weight_shapes(with_all).items():
@@ -130,12 +134,10 @@ def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None)
     different width.
     """
     is_cross = spec.d_kv != spec.d_in
-    # Few tokens are fast. Their values are arbitrary; they differ, so that swapped axes show.
-    return Case(
-        name,
-        spec,
-        "probe inputs",
-        seq_len=19,
-        seq_len_k=23 if is_cross else None,
-        is_causal=not is_cross if is_causal is None else is_causal,
-    )
+    if is_causal is None:
+        is_causal = not is_cross
+    # Few tokens are fast. Their numbers are arbitrary; they differ, so that swapped axes show.
+    seq_len_k = None
+    if is_cross:
+        seq_len_k = 23
+    return Case(name, spec, "probe inputs", seq_len=19, seq_len_k=seq_len_k, is_causal=is_causal)

@@ -102,16 +102,24 @@ class Placement:
         return sizes
 
     def _sizes_in(self, tensor: Tensor) -> dict[str, int]:
-        spec, letters = self.spec, {*tensor.holds}
+        spec = self.spec
+        letters = {*tensor.holds}
         sizes = {"n": sum(head_counts(tensor, spec)), "e": spec.d_model}
         if tensor.has_projection_axis:
             sizes["p"] = len(tensor.holds)
             sizes["n"] //= sizes["p"]
-        sizes["h"] = spec.head_dim if letters & {"q", "k"} else spec.value_head_dim
+        if letters & {"q", "k"}:
+            num_features = spec.head_dim
+        else:
+            num_features = spec.value_head_dim
         if self.layout.padded:
-            sizes["h"] = padded_width(sizes["h"], spec.rope is not None)
-        is_of_queries = tensor.holds != "out" and bool(letters & {"q", "g"})
-        sizes["d"] = spec.d_in if is_of_queries else spec.d_kv
+            num_features = padded_width(num_features, spec.rope is not None)
+        sizes["h"] = num_features
+        # A gate has the input of the queries.
+        if letters & {"q", "g"}:
+            sizes["d"] = spec.d_in
+        else:
+            sizes["d"] = spec.d_kv
         return sizes
 
     # ---- Both directions -------------------------------------------------------------------------
@@ -128,7 +136,8 @@ class Placement:
             if laid_out is None:
                 # Zeros, because nothing else is written where heads are padded.
                 laid_out = np.zeros(self.shapes[name], weight.dtype)
-            view = self._features(self._heads(_bits(laid_out), part, tensor), part)
+            heads = self._heads(_bits(laid_out), part, tensor)
+            view = self._features(heads, part)
             bits = _bits(weight)
             if tensor.is_per_head:
                 names_of_heads = [*self._shapes[tensor]]
@@ -152,7 +161,9 @@ class Placement:
             if self.layout.padded and np.count_nonzero(heads) != np.count_nonzero(view):
                 raise InputError(f"features that pad the heads of {name}", "be 0", "others")
             views.append(view)
-        weight = np.stack(views) if tensor.is_per_head else views[0]
+        weight = views[0]
+        if tensor.is_per_head:
+            weight = np.stack(views)
         return weight.reshape(self.weights[name])
 
     def _holder_of(self, name: str) -> Tensor:
@@ -168,14 +179,15 @@ class Placement:
         Weights without heads are returned whole. With packed groups or blocks, these are the first
         axis, and their share of the heads is the second.
         """
+        sizes: dict[str, int] = {}
         if tensor.is_whole:
-            sizes_of_whole = {"n": self.spec.num_heads} if "n" in tensor.axes else {}
-            return einops.rearrange(array, f"{tensor.axes} -> {tensor.logical}", **sizes_of_whole)
+            if "n" in tensor.axes:
+                sizes["n"] = self.spec.num_heads
+            return einops.rearrange(array, f"{tensor.axes} -> {tensor.logical}", **sizes)
         axes = tensor.logical
         if tensor.is_per_head:
             axes = axes.replace("n ", "")
         # The number of heads or their features, as far as they are axes, determine the other sizes.
-        sizes: dict[str, int] = {}
         for axis in ("n", "h"):
             if axis in axes.split():
                 sizes[axis] = self._sizes[tensor][axis]
@@ -186,14 +198,19 @@ class Placement:
         heads = einops.rearrange(array, f"{tensor.axes} -> {axes}", **sizes)
         if len(tensor.parts) == 1 or tensor.is_shared:
             return heads
-        index, counts = tensor.parts.index(name), head_counts(tensor, self.spec)
-        # A group is a key/value head with its query heads, so there are as many as there are keys.
-        groups = min(counts) if self.layout.grouped else self.layout.blocks
-        if groups == 1:
-            return heads[sum(counts[:index]) : sum(counts[: index + 1])]
-        shares = [count // groups for count in counts]
-        in_groups = _split(heads, 0, groups, -1)
-        return in_groups[:, sum(shares[:index]) : sum(shares[: index + 1])]
+        index = tensor.parts.index(name)
+        counts = head_counts(tensor, self.spec)
+        num_groups = self.layout.blocks
+        if self.layout.grouped:
+            # A group is a key/value head with its query heads: as many groups as key/value heads.
+            num_groups = min(counts)
+        shares = [count // num_groups for count in counts]
+        begin = sum(shares[:index])
+        end = begin + shares[index]
+        if num_groups == 1:
+            return heads[begin:end]
+        in_groups = _split(heads, 0, num_groups, -1)
+        return in_groups[:, begin:end]
 
     def _features(self, heads: np.ndarray, name: str) -> np.ndarray:
         """Return a view of the features of heads in canonical order, without padding."""
@@ -219,7 +236,10 @@ def head_counts(tensor: Tensor, spec: AttentionSpec) -> list[int]:
         letters = letters[0]
     counts: list[int] = []
     for letter in letters:
-        counts.append(spec.num_kv_heads if letter in "kv" else spec.num_heads)
+        if letter in "kv":
+            counts.append(spec.num_kv_heads)
+        else:
+            counts.append(spec.num_heads)
     return counts
 
 
