@@ -65,8 +65,6 @@ def _batch_size_of(segments: tuple[Any, ...]) -> int:
     """Return the batch size of ids, which are unchecked; 0 for anything without axes, which
     `_check_segments` then rejects.
     """
-    if not segments:
-        return 0
     shape = getattr(segments[0], "shape", ())
     if not shape:
         return 0
@@ -109,11 +107,23 @@ class Mask:
 
     @property
     def segments(self) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | None:
-        """Segments of the queries, (B, T), and of the keys, (B, S)."""
+        """Segments of the queries, (B, T), and of the keys, (B, S).
+
+        Raises:
+            ValueError: if `segment_ids` is a tuple that is not a pair.
+        """
         ids = self.segment_ids
-        if ids is None or isinstance(ids, tuple):
-            return ids
-        return (ids, ids)
+        if ids is None:
+            return None
+        if not isinstance(ids, tuple):
+            return (ids, ids)
+        if len(ids) != 2:
+            raise InputError(
+                "segment_ids",
+                "be ids or a pair of them, of queries and of keys",
+                f"{len(ids)} in a tuple",
+            )
+        return ids
 
     def fields_beyond(self, *known: str) -> list[str]:
         """Return the names of other fields in use, so that kernels can reject fields they do not
@@ -220,12 +230,6 @@ def _check_segments(
     """Reject segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
     keys.
     """
-    if len(segments) != 2:
-        raise InputError(
-            "segment_ids",
-            "be ids or a pair of them, of queries and of keys",
-            f"{len(segments)} in a tuple",
-        )
     for ids, axes, seq_len in zip(
         segments, ("(B, T)", "(B, S)"), (seq_len_q, seq_len_k), strict=True
     ):

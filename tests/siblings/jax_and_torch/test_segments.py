@@ -131,9 +131,15 @@ def test_invalid_segment_ids_raise(sibling, ids, input_error):
 
 
 def test_three_segment_id_arrays_raise(sibling):
-    """A tuple of three arrays of ids raises an error."""
+    """A tuple of three arrays of ids raises an error, in a mask and in a layer with two batch
+    axes.
+    """
     with rejects("segment_ids"):
         sibling.package.create_attention_mask(13, segment_ids=(sibling.array(PACKED),) * 3)
+    layer = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2))
+    x = sibling.array(np.zeros((1, 2, 13, 8), np.float32))
+    with rejects("segment_ids"):
+        layer(x, segment_ids=(sibling.array(PACKED[None]),) * 3)
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
