@@ -129,6 +129,7 @@ html_title = f"{project} {release}"
 html_static_path = [str(Path(__file__).parent / "_static")]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
+html_search_scorer = str(Path(__file__).parent / "search-scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 copybutton_prompt_text = "$ "

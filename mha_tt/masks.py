@@ -22,8 +22,9 @@ from mha_tt.device import upload
 from mha_tt.mask_arrays import create_sliding_window_mask
 
 MASKED = -1e9
-"""Stand-in for minus infinity on the device, where kernels return NaN for a block that is all -inf.
-It is far below any score, and a score or a bias can be added to it without overflow.
+"""Stand-in for minus infinity on the device, where a row that is all -inf has no certain result:
+`ttnn.softmax` returns equal weights (tt-metal#56056), and its golden function NaN. It is far below
+any score, and a score or a bias can be added to it without overflow.
 """
 
 

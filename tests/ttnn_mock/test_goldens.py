@@ -39,6 +39,34 @@ def in_rows(device, x):
     return upload_rows(np.array(x), device=device, dtype=ttnn.int32)
 
 
+# ---- Masks ---------------------------------------------------------------------------------------
+
+
+def test_golden_rows_of_hidden_scores(device):
+    """A row of nothing but -inf is NaN in the softmax and 0 in fused attention; one of nothing but
+    -1e9 has equal weights. Next to a visible key both hide theirs.
+    """
+    query, key, value = (
+        mha_tt.upload(np.random.default_rng(seed).standard_normal((1, 1, 32, 32)), device=device)
+        for seed in range(3)
+    )
+    values = mha_tt.download(value)[0, 0]
+    for hidden, weight, context in ((-np.inf, np.nan, 0.0), (-1e9, 1 / 32, values.mean(axis=0))):
+        scores = np.zeros((1, 1, 32, 32))
+        scores[:, :, 0], scores[:, :, 1, 1:] = hidden, hidden
+        mask = mha_tt.upload(scores, device=device)
+        weights = mha_tt.download(ttnn.softmax(mask, dim=-1))[0, 0]
+        np.testing.assert_array_equal(weights[0], np.full(32, weight))
+        assert weights[1].tolist() == [1.0] + [0.0] * 31
+        attended = mha_tt.download(
+            ttnn.transformer.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=False
+            )
+        )[0, 0]
+        np.testing.assert_allclose(attended[0], rounded(context, ttnn.bfloat16), atol=1e-3)
+        assert np.array_equal(attended[1], values[0])
+
+
 # ---- Rotary position embedding -------------------------------------------------------------------
 
 

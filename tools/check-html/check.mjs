@@ -52,6 +52,7 @@ async function looks({ isDark, allowsPython }) {
   }
   const results = [...document.querySelectorAll("#search-results li a")].map((link) => link.getAttribute("href"));
   if (results.some((link) => link.startsWith("source/"))) wrong.push("a search finds sources");
+  if (results.length && !results[0].startsWith("explanation/")) wrong.push("a search does not begin with an explanation");
   for (const section of document.querySelectorAll(".sidebar-tree > ul > li > ul")) {
     const links = section.children.length;
     if (links > 20) wrong.push(`${links} links without groups in the sidebar`);

@@ -42,6 +42,7 @@ LOOKS = (
     "highlighted as Python",
     "white picture",
     "finds sources",
+    "does not begin with an explanation",
     "without groups in the sidebar",
 )
 """Sentences about the control page, which looks wrong in each of these ways."""
