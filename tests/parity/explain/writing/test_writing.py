@@ -804,3 +804,20 @@ def test_impossible_options_print_one_line(llama, tmp_path, capsys, options, beg
     assert error.startswith(f"mha-parity: error: {begin.format(there=there)} ")
     assert error.count("\n") == 1
     assert there.read_text() == "precious"
+
+
+def test_cache_of_bidirectional_layer_raises(tmp_path, capsys):
+    """A cache for a layer that is not causal exits with 2 and one line, and writes nothing."""
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertModel(BertConfig(num_hidden_layers=1, vocab_size=16, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    capsys.readouterr()  # its bar of progress
+    written = tmp_path / "attention.py"
+    options = ["--layer", 0, "--to", "torch", "--cache", "static", "--output", written]
+    assert run_command(tmp_path / "model", *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mha-parity: error: --cache ")
+    assert error.count("\n") == 1
+    assert not written.exists()

@@ -79,6 +79,15 @@ def test_non_float_weight_raises(weights, wrong):
         check_weights(weights, SPEC)
 
 
+def test_dtype_outside_safetensors_raises(tmp_path):
+    """A tensor of a dtype that safetensors lacks raises an error with its name, and no file is
+    left.
+    """
+    with rejects("w", {"w": np.dtype("complex128")}):
+        save_tensors(tmp_path / "w.safetensors", {"w": np.zeros(2, np.complex128)}, {})
+    assert os.listdir(tmp_path) == []
+
+
 def test_framework_weights_become_numpy(weights):
     """Weights in torch or JAX are valid and become NumPy arrays with the same bits."""
     for of_framework in (parity.to_torch, parity.to_jax):
