@@ -154,6 +154,12 @@ def test_rows_in_no_known_order_are_listed():
     assert "q rows 0 to 1 of the second: v rows 2 to 3 of the first" in pattern.words
     assert "v rows 2 to 3 of the second: q rows 0 to 1 of the first" in pattern.words
     assert pattern.fix == FUSED_QKV.fix
+    one_row = weights | {
+        "q_proj.weight": np.concatenate([v[2:3], q[1:]]),
+        "v_proj.weight": np.concatenate([v[:2], q[:1], v[3:]]),
+    }
+    pattern, _ = packed_patterns(weights, one_row, GROUPED)
+    assert "q row 0 of the second: v row 2 of the first" in pattern.words
 
 
 def test_exchange_is_not_called_packing():
