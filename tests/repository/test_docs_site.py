@@ -21,6 +21,8 @@ from helpers.command_line import parsed
 from helpers.shell import environment, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from wild.recordings import RECORDINGS
+from wild.records import STYLES
 from wild.sets import BUGS, RIGHTS
 
 import parity
@@ -39,6 +41,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 @pytest.fixture(autouse=True)
 def tools(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
+
+
+def words_of(page):
+    """Return the text of a page in docs in one line."""
+    return " ".join((ROOT / "docs" / f"{page}.md").read_text("utf-8").split())
 
 
 # ---- Pages ---------------------------------------------------------------------------------------
@@ -492,6 +499,10 @@ def test_injected_bugs_match_self_test():
     assert {
         name for name, (count, _, identified) in counts.items() if identified < count
     } == not_identified
+    with_bug = sum(count for name, (count, *_) in counts.items() if name)
+    page = words_of("evidence/diagnosis")
+    assert f"All {with_bug} were detected" in page
+    assert f"In the {counts[''][0]} runs without an injected bug" in page
     shown = parts.injected_bugs()
     assert [page for page in parts.known_by_page() if f"[{page}](" not in shown] == []
     assert [name for name in INJECTIONS if f"`{name}`" not in shown] == []
@@ -507,6 +518,35 @@ def test_diagnosis_rates_match_records():
     )
     assert sum(half["bugs"] for half in halves) == len(BUGS)
     assert "| bugs |" in parts.diagnosis_rates()
+    page = words_of("evidence/diagnosis")
+    for count in (
+        f"{len(STYLES)} styles",
+        f"{len(BUGS)} single edits",
+        f"{len(RIGHTS):,} correct ports",
+        f"{len(RECORDINGS)} customary ways",
+    ):
+        assert count in page
+
+
+def test_margins_are_of_todays_cases():
+    """The margins are of every case, in each backend and dtype, and within the budget; the table
+    has the worst case of each row.
+    """
+    import measure
+    import parts
+
+    margins = parts.measured("margins")
+    assert margins["command"] == measure.COMMANDS["margins"]
+    assert margins["cases"] == [*parity.CASES], "run `python tools/docs-site/measure.py margins`"
+    rows = {(row["backend"], row["dtype"]): row for row in margins["rows"]}
+    assert rows.keys() == {
+        (backend, dtype) for backend in ("torch", "jax") for dtype in measure.MARGIN_DTYPES
+    }
+    assert all(0 < row["half"] < row["most"] <= row["worst"] < 1 for row in rows.values())
+    assert margins["slope"] < 1
+    assert margins["failed"] == 0
+    shown = parts.margins()
+    assert [row["case"] for row in rows.values() if f"`{row['case']}`" not in shown] == []
 
 
 def test_results_are_reduced_to_page_data():
@@ -528,6 +568,28 @@ def test_results_are_reduced_to_page_data():
     ]
     summary = {"subjects": [{"name": "x", "answers": {"mask": ["ok", "True hides"]}}]}
     assert measure.of_conformance({"subjects": subjects}) == summary
+
+
+def test_margins_are_counted_by_row():
+    """A row has the stages of a backend and a dtype that have a budget, and the worst of them, by
+    its own step if that uses more.
+    """
+    import measure
+
+    result = {"status": "passed", "case": "a", "stage": "q", "norm": "rms", "local_ratio": None}
+    results = [
+        {**result, "backend": backend, "dtype": dtype, "ratio": ratio, "budget": ratio}
+        for backend in ("torch", "jax")
+        for dtype in measure.MARGIN_DTYPES
+        for ratio in (0.0, 0.1, 0.2, 0.3)
+    ]
+    results[2] |= {"case": "b", "stage": "k", "norm": "slope", "local_ratio": 0.8}
+    results.append({**result, "backend": "jax", "dtype": "float32", "status": "missing"})
+    margins = measure.of_margins({"results": results, "summary": {"failed": 0}})
+    first, *others = margins["rows"]
+    assert first | {"half": 0.3, "worst": 0.8, "case": "b", "stage": "k"} == first
+    assert all((row["half"], row["worst"], row["stages"]) == (0.2, 0.3, 3) for row in others)
+    assert (margins["cases"], margins["slope"]) == (["a", "b"], 0.8)
 
 
 def test_terminal_picture_has_contrast():

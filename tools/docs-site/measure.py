@@ -3,6 +3,7 @@
 python tools/docs-site/measure.py conformance      # `mha-parity conformance --libraries`; minutes
 python tools/docs-site/measure.py selftest         # `mha-parity selftest`; minutes
 python tools/docs-site/measure.py diagnosis-rates  # `tools/diagnosis-rates`; 16 minutes of one core
+python tools/docs-site/measure.py margins          # `mha-parity run` with every case; 10 minutes
 python tools/docs-site/measure.py selftest --from FILE   # which the command wrote with --json
 """
 
@@ -16,15 +17,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+MARGIN_DTYPES = ("float32", "bfloat16")
 COMMANDS = {
     "conformance": "mha-parity conformance --libraries",
     "selftest": "mha-parity selftest",
     "diagnosis-rates": "tools/diagnosis-rates",
+    # One process would compile about as many programs for JAX as Linux maps into its memory.
+    "margins": (
+        f"mha-parity run --backends jax,torch --cases all --dtypes {','.join(MARGIN_DTYPES)} "
+        "--grad --jobs 2"
+    ),
 }
 PACKAGES = {
     "conformance": ("torch", "jax", "flax", "keras", "equinox"),
     "selftest": ("torch", "jax"),
     "diagnosis-rates": ("numpy", "torch", "jax"),
+    "margins": ("numpy", "torch", "jax"),
 }
 
 
@@ -89,10 +97,52 @@ def of_diagnosis_rates(verdicts: list) -> dict:
     return {"halves": halves}
 
 
+def of_margins(report: dict) -> dict:
+    """How much of their budget the stages use, by backend and dtype, and the cases."""
+    passed = [result for result in report["results"] if result["status"] == "passed"]
+    # Masks and lengths must agree exactly: they have no budget.
+    measured = [result for result in passed if result["budget"]]
+    rows = []
+    for backend in ("torch", "jax"):
+        for dtype in MARGIN_DTYPES:
+            of_row = [
+                result
+                for result in measured
+                if (result["backend"], result["dtype"]) == (backend, dtype)
+            ]
+            by_use = sorted(of_row, key=used)
+            worst = by_use[-1]
+            rows.append(
+                {
+                    "backend": backend,
+                    "dtype": dtype,
+                    "stages": len(by_use),
+                    "half": round(used(by_use[len(by_use) // 2]), 2),
+                    "most": round(used(by_use[len(by_use) * 99 // 100]), 2),
+                    "worst": round(used(worst), 2),
+                    "case": worst["case"],
+                    "stage": worst["stage"],
+                }
+            )
+    of_slope = [used(result) for result in measured if result["norm"] == "slope"]
+    return {
+        "failed": report["summary"]["failed"],
+        "cases": list(dict.fromkeys(result["case"] for result in passed)),
+        "slope": round(max(of_slope), 2),
+        "rows": rows,
+    }
+
+
+def used(result: dict) -> float:
+    """The share of its budget that a stage uses: as it ran, or of its own step."""
+    return max(result["ratio"], result["local_ratio"] or 0.0)
+
+
 SUMMARIES = {
     "conformance": of_conformance,
     "selftest": of_selftest,
     "diagnosis-rates": of_diagnosis_rates,
+    "margins": of_margins,
 }
 
 

@@ -36,6 +36,7 @@ def parts() -> dict[str, str]:
         "diagnosis": terminal(),
         "diagnosis-rates": diagnosis_rates(),
         "injected-bugs": injected_bugs(),
+        "margins": margins(),
         "wrong-answers": wrong_answers(),
     }
 
@@ -216,6 +217,42 @@ def rate(half: dict, name: str) -> str:
         return str(value)
     whole = half["output_bugs" if name.startswith("output") else "bugs"]
     return f"{value} ({100 * value / whole:.0f}%)"
+
+
+# ---- Margins -------------------------------------------------------------------------------------
+
+
+def margins() -> str:
+    """How much of their budget correct implementations use, a row for each backend and dtype."""
+    measurement = measured("margins")
+    rows = [
+        (
+            row["backend"],
+            row["dtype"],
+            f"{row['stages']:,}",
+            f"{row['half']:.2f}",
+            f"{row['most']:.2f}",
+            f"{row['worst']:.2f}",
+            f"`{row['stage']}` of `{row['case']}`",
+        )
+        for row in measurement["rows"]
+    ]
+    heads = (
+        "backend",
+        "dtype",
+        "stages",
+        "half use at most",
+        "99% use at most",
+        "all use at most",
+        "the worst",
+    )
+    count = len(measurement["cases"])
+    return (
+        f"{source(measurement)} It runs {count} cases. A stage counts as it ran, or its own step if "
+        f"that uses more of its budget:\n\n"
+        f"{table(heads, rows)}\n\n"
+        f"Where the slope decides, stages use at most {measurement['slope']:.2f}.\n"
+    )
 
 
 # ---- Exercises -----------------------------------------------------------------------------------
