@@ -291,7 +291,7 @@ def stages_on(card, problem):
         return record("torch", Reference(problem)).accumulated
 
 
-@sample(case=["gqa"])
+@sample(2, case=["gqa"])
 @pytest.mark.parametrize(
     ("card", "dtype", "name"),
     [
