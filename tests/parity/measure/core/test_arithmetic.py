@@ -76,7 +76,7 @@ NAMES = [name for name, case in CASES.items() if case.dtype is None]
 
 
 # Each case in one of the dtypes; trained layers, whose values have very different sizes, in both.
-@sample(24, where=lambda case: case in QUICK and "trained" not in case)
+@sample(16, where=lambda case: case in QUICK and "trained" not in case)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [

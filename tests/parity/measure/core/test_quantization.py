@@ -54,7 +54,7 @@ def test_uncertain_numbers_are_in_the_middle():
     assert to_middle(np.zeros(0, np.float32), "int8", 1e-6).size == 0
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("stored", "group"), EVERY)
 @pytest.mark.parametrize("before_rope", [False, True])
