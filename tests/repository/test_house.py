@@ -5,6 +5,7 @@ grow, for ruff.
 """
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -17,6 +18,12 @@ import pytest
 from helpers import ROOT
 
 PACKAGES = ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "ttnn_mock", "parity", "parity_lab")
+
+
+@functools.cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """Return the nodes of a module, which several tests read."""
+    return tuple(ast.walk(ast.parse(source)))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +74,7 @@ def test_class_names_of_parity_are_unique():
     for path in (ROOT / "parity").rglob("*.py"):
         if path.parent.name == "templates":  # one layer in three frameworks, with the same names
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path.read_text(encoding="utf-8")):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
     assert len(homes) > 200
@@ -80,7 +87,7 @@ def test_class_names_of_parity_are_unique():
 
 def private_names(source: str) -> Iterator[str]:
     """Yield private names that a module imports from PACKAGES, or reaches through an import."""
-    nodes, bound = [*ast.walk(ast.parse(source))], {}
+    nodes, bound = nodes_of(source), {}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PACKAGES:
             bound |= {
@@ -130,7 +137,7 @@ def vague_names(source):
     with its line.
     """
     names = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.append((node.id, node.lineno))
         elif isinstance(node, ast.arg):
@@ -203,7 +210,7 @@ def sentences(source: str) -> list[str]:
     """Return strings of a test with the word that begins a rule. Docstrings do not count."""
     if "must" not in source:
         return []
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = nodes_of(source)
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     constants = (
         node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings

@@ -5,6 +5,7 @@
 import sys
 
 import pytest
+from helpers.samples import sample
 
 CONFTEST = """
 import pytest
@@ -139,6 +140,7 @@ def test_seed_changes_the_choice(suite):
     assert len(seeds) == 4
 
 
+@sample(3)
 @pytest.mark.parametrize(
     "sampled", ["4", "9", 'letter=["b"]', "jax=1", "5, jax=0", 'letter=["b"], jax=1']
 )

@@ -219,7 +219,7 @@ def test_step_kernel_accepts_wide_integers(dtype, platform, window_size):
 # ---- Divided tokens ------------------------------------------------------------------------------
 
 
-@sample(dtype=[np.float64])
+@sample(4, dtype=[np.float64])
 @both_dtypes
 @pytest.mark.parametrize(
     ("passes_keys", "name"),

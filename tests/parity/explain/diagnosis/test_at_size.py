@@ -231,7 +231,7 @@ def test_paths_follow_an_unknown_cause(problems):
     weight = wrong_keys["k_proj.weight"]
     wrong_keys["k_proj.weight"] = weight + weight * np.abs(np.roll(weight, 3, axis=0))
     stages = observed_stages(replace(problem, weights=wrong_keys))
-    (finding,) = diagnose(stages, problem).findings
+    (finding,) = diagnose(stages, problem, seconds=0.5).findings
     assert (finding.stage, finding.is_explained) == ("k", False)
     paths = [stage for stage in stages if stage.startswith(("module.", "fused.", "blocks."))]
     assert {*paths} <= {*finding.follows}

@@ -18,9 +18,9 @@ from parity.explain.diagnosis.trial import Trial
 from parity.measure.core.reference import Arithmetic
 from parity.measure.core.stages import STEPS_OF_A_CALL, run_steps, steps_of
 
-SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(), window_size=5)
+SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(), window_size=4)
 CASE = Case(
-    "prompt, steps", SPEC, "calls", seq_len=12, is_causal=True, chunks=(8, 1, 1, 2), capacity=16
+    "prompt, steps", SPEC, "calls", seq_len=9, is_causal=True, chunks=(6, 1, 2), capacity=12
 )
 PROBLEM = make_problem(CASE, "float32")
 
@@ -40,7 +40,7 @@ def stages_with(in_prompt, in_steps):
 
 
 def outputs_of(stages):
-    return {f"step{call}.output": stages[f"step{call}.output"] for call in range(4)}
+    return {f"step{call}.output": stages[f"step{call}.output"] for call in range(3)}
 
 
 PAIRS = [
@@ -52,7 +52,9 @@ PAIRS = [
 ]
 
 
-@sample(6)
+# All stages of two bugs of RoPE have the longest search.
+@sample(4, where=lambda in_prompt: in_prompt != "rope-missing")
+@pytest.mark.costly("searches for two bugs, each in some calls")
 @pytest.mark.parametrize("has_stages", [True, False])
 @pytest.mark.parametrize(("in_prompt", "in_steps"), PAIRS)
 def test_two_bugs_of_a_stage_by_calls(in_prompt, in_steps, has_stages):
@@ -66,7 +68,7 @@ def test_two_bugs_of_a_stage_by_calls(in_prompt, in_steps, has_stages):
     assert (first.bugs, first.edits[0].when) == ((in_prompt,), "in the first call")
     assert (second.bugs, second.edits[0].when) == ((in_steps,), "in calls after the first")
     assert {stage[:5] for stage in first.stages} == {"step0"}
-    assert {stage[:5] for stage in second.stages} == {"step1", "step2", "step3"}
+    assert {stage[:5] for stage in second.stages} == {"step1", "step2"}
 
 
 @sample(has_stages=[True])
@@ -75,7 +77,7 @@ def test_unknown_steps_limit_a_bug(has_stages):
     """If no known bug explains the steps, the bug of the prompt is named for the first call."""
     stages = stages_with("scale-missing", "softmax-over-heads")
     noise = np.random.default_rng(0).standard_normal((2, 1, 32)).astype(np.float32)
-    for call in range(1, 4):
+    for call in range(1, 3):
         stages[f"step{call}.output"] = stages[f"step{call}.output"] * noise
     if not has_stages:
         stages = outputs_of(stages)
@@ -124,9 +126,9 @@ def test_unknown_cause_is_described_once(monkeypatch):
     monkeypatch.setattr(Trial, "describe", counted)
     rng = np.random.default_rng(0)
     stages = {name: x + rng.normal(size=x.shape) for name, x in outputs_of(right_stages()).items()}
-    (finding,) = diagnose(stages, PROBLEM).findings
+    (finding,) = diagnose(stages, PROBLEM, seconds=0.5).findings
     assert not finding.is_explained
-    assert finding.follows == ("step1.output", "step2.output", "step3.output")
+    assert finding.follows == ("step1.output", "step2.output")
     assert described == ["step0.output"]
 
 
@@ -166,5 +168,5 @@ def test_weights_are_widened_once(monkeypatch):
     monkeypatch.setattr(Arithmetic, "widen", counted)
     trial = Trial(PROBLEM, {}, "ieee")
     for name in ("scale-missing", "scale-by-d-model", "window-ignored"):
-        assert trial.stage("step3.output", (bug(name),)).any()
+        assert trial.stage("step2.output", (bug(name),)).any()
     assert converted.count("out_proj.weight") == 1

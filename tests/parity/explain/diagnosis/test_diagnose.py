@@ -164,7 +164,13 @@ ALIKE_IN_CASE = {("packed", "rope-angles-float16")}
 ONE_A_CODE = one_a_code(ALL, lambda entry: bug(CASE_OF[entry[0]], entry[1]).overrides)
 
 
-@sample(64, where=lambda case, name: (case, name) in {*ONE_A_CODE, *NEAREST})
+SLOW = {("temperature", "cache-slot-of-shortest"), ("packed", "rope-angles-float16")}
+"""Bugs whose search takes several seconds. A slot of the longest sequence and other numbers of
+float16 are found in the same way.
+"""
+
+
+@sample(56, where=lambda case, name: (case, name) in {*ONE_A_CODE, *NEAREST} - SLOW)
 @pytest.mark.parametrize(("case", "name"), ALL)
 def test_each_bug_is_distinguished(case, name):
     """Each form of a bug is the only one named, or the nearest one for those in `NEAREST`."""
@@ -308,7 +314,7 @@ def stages_with(case, names):
         return record("torch", Reference(problem), changed).accumulated, problem
 
 
-@pytest.mark.costly("diagnoses twenty pairs of bugs")
+@pytest.mark.costly("diagnoses ten pairs of bugs")
 @pytest.mark.parametrize(
     "case",
     [
@@ -318,7 +324,7 @@ def stages_with(case, names):
     ],
 )
 def test_two_injected_bugs_are_named(case):
-    """Among 20 random pairs of bugs, at least 80% of those that both show are named."""
+    """Among 10 random pairs of bugs, at least 80% of those that both show are named."""
     case = CASE_OF[case]
     # Lost precision is searched for on its own, and gradients are not among the stages.
     names = [name for name in bugs_in(case) if not name.startswith(("precision", "grad-"))]
@@ -326,7 +332,7 @@ def test_two_injected_bugs_are_named(case):
     random.Random(0).shuffle(pairs)
     alone = {}
     distinguishable = named = 0
-    for pair in pairs[:20]:
+    for pair in pairs[:10]:
         observed, problem = stages_with(case, pair)
         for name in pair:
             alone.setdefault(name, stages_with(case, [name])[0])
@@ -337,7 +343,7 @@ def test_two_injected_bugs_are_named(case):
             continue
         distinguishable += 1
         named += set(named_bugs(diagnose(observed, problem))) == set(pair)
-    assert distinguishable >= 15
+    assert distinguishable >= 7
     assert named >= 0.8 * distinguishable
 
 
@@ -469,6 +475,7 @@ def test_path_after_unknown_bug_is_reported():
     assert (finding.stage, finding.follows) == ("q", ("scores", "blocks.output"))
 
 
+@pytest.mark.costly("no known bug explains it, so that the search tries all")
 @pytest.mark.parametrize("wrong", ["noise", "NaN"])
 def test_new_cause_in_later_call_is_found(wrong):
     """A pattern of one call hides no stage of a later one that it does not explain."""
@@ -519,9 +526,10 @@ def test_earlier_call_limits_a_bug():
     problem = make_problem(case, "float32")
     empty = next(known for known in bugs_for(case) if known.about == "the mask is empty")
     observed = observed_in(problem, [empty])
-    later = {name: x for name, x in observed.items() if not name.startswith("step0.")}
+    masks = {name: x for name, x in observed.items() if name.endswith("mask")}
+    later = {name: x for name, x in masks.items() if name != "step0.mask"}
     assert named_bugs(diagnose(later, problem)) == ["mask-ignored"]
-    mask = observed["step0.mask"].copy()
+    mask = masks["step0.mask"].copy()
     mask[:, :, 2, 1] = True  # no known bug hides only this key
     diagnosis = diagnose({**later, "step0.mask": mask}, problem)
     ignored, unknown = diagnosis.findings
@@ -660,6 +668,7 @@ def frequencies_times(*factors):
     return Edit(overrides={"angles": angles})
 
 
+@pytest.mark.costly("a search for a pattern and two bugs")
 def test_pattern_hides_no_later_bug():
     """After a pattern of frequencies, bugs of other stages and of later calls are still named."""
     case = Case("llama", LLAMA, "a prompt, then tokens", seq_len=13, chunks=(12, 1), capacity=14)
@@ -674,6 +683,7 @@ def test_pattern_hides_no_later_bug():
     json.dumps(diagnosis.to_dict(), allow_nan=False)
 
 
+@pytest.mark.costly("no known bug explains it, so that the search tries all")
 def test_pattern_must_hold_in_earlier_calls():
     """New tokens rotated by their own factors, after a correct prompt, are one pattern: the pattern
     of the first wrong call.
@@ -751,15 +761,14 @@ def test_bug_before_a_pattern_is_named():
     assert diagnosis.cause.startswith("scale-missing: ")
 
 
-@pytest.mark.costly("diagnoses several draws of noise")
 def test_bug_is_not_named_for_noise():
     """Noise near the budget names no bug, though shifting all positions may fit it better."""
     problem = make_problem(CASES["rope-gqa"], "float64")
     right = observed_in(problem)["output"]
     rng, kinds = np.random.default_rng(0), []
-    for _ in range(6):
+    for size in (0.5, 2.0, 4.0):
         noise = np.abs(right).max() * 2.0**-52 * rng.standard_normal(right.shape)
-        diagnosis = diagnose({"output": right + rng.uniform(0.5, 4.0) * noise}, problem)
+        diagnosis = diagnose({"output": right + size * noise}, problem)
         kinds.append(diagnosis.kind)
         assert named_bugs(diagnosis) == []
     assert {*kinds} == {"none", "unknown"}
@@ -1454,7 +1463,7 @@ MISFITS = {
 
 
 @pytest.mark.costly("runs all pairs of bugs")
-@sample(name=["sinks", "bias-causal"])
+@sample(name=["bias-causal"])
 @pytest.mark.parametrize("name", PAIRED)
 def test_bugs_of_one_method_combine(name):
     """Any two bugs of one method can be computed together, except the pairs in `MISFITS`."""

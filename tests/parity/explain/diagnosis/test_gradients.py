@@ -109,7 +109,11 @@ def test_right_training_raises_no_alarm(right):
 WRONG = [name for name, bug in BUGS.items() if bug.style in TRAINING]
 
 
-@sample(where=lambda name: name in WRONG[::3])
+SLOW = "torch_training-weights-detached-alone"
+"""A bug that is named after a search of seconds, since it leaves few gradients wrong."""
+
+
+@sample(where=lambda name: name in WRONG[::3] and name != SLOW)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_training_steps_are_named(name):
     """Each wrong training step of the ports is named."""
@@ -130,6 +134,7 @@ def test_first_gradient_follows_data_flow():
     assert diagnosis.likely_bug == "grad-stopped-at-k"
 
 
+@sample(2)
 @pytest.mark.parametrize("name", ["scale-missing", "rope-theta-1000", "causal-off-by-one"])
 def test_forward_bug_is_one_finding(name):
     """Gradients of a layer with a forward bug follow from it; alone, they also name it."""

@@ -6,6 +6,7 @@ from importlib import metadata
 import numpy as np
 import pytest
 from helpers.input_errors import rejects, rejects_type
+from helpers.samples import sample
 
 import parity
 from parity.explain.diagnosis.bugs import bugs_for, edited_layer, registry
@@ -168,6 +169,7 @@ def exits(*_):
     raise SystemExit(3)
 
 
+@sample(6)
 @pytest.mark.parametrize("method", ["attn_weights", "steps"])
 @pytest.mark.parametrize(
     "wrong",
@@ -190,7 +192,7 @@ def test_failing_override_explains_nothing(method, wrong):
     assert parity.diagnose(stages, PROBLEM).likely_bug == "scale-by-heads"
     assert parity.diagnose({"output": stages["output"]}, PROBLEM).likely_bug == "scale-by-heads"
     noise = np.random.default_rng(0).standard_normal(stages["output"].shape, np.float32)
-    assert parity.diagnose({"output": noise}, PROBLEM).kind == "unknown"
+    assert parity.diagnose({"output": noise}, PROBLEM, seconds=1.0).kind == "unknown"
 
 
 def doubled(layer, original, *inputs):

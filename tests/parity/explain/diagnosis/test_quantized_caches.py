@@ -63,14 +63,19 @@ BUGS = {
 }
 
 
-@sample(8)
+# A cache of zeros has the longest search: other bugs also leave nothing of the values.
+def is_short_search(bug: str, cache: str, dtype: str) -> bool:
+    return bug != "cache-scale-zero" or (cache, dtype) == ("int8", "float32")
+
+
+@sample(8, where=is_short_search)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cache", EVERY)
 @pytest.mark.parametrize("bug", BUGS)
 def test_wrong_scales_are_named(bug, cache, dtype):
     """Wrong scales of keys and values are one finding, at the cache, with the right page."""
     problem = problem_of(EVERY[cache], dtype)
-    diagnosis = parity.diagnose(computed(problem, BUGS[bug]), problem)
+    diagnosis = parity.diagnose(computed(problem, BUGS[bug]), problem, seconds=1.0)
     (finding,) = diagnosis.findings
     assert (finding.bugs, stage_named(finding.stage).quantity) == ((bug,), "cache.keys")
     assert "keys and values" in finding.about
@@ -196,6 +201,7 @@ CALIBRATED = CacheQuantization(
 )
 
 
+@sample(2)
 @pytest.mark.parametrize("quantization", [INT8, CALIBRATED], ids=["int8", "e4m3"])
 @pytest.mark.parametrize("when_read", [False, True])
 def test_scales_of_another_layer_are_fitted(quantization, when_read):

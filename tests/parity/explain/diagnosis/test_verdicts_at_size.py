@@ -78,13 +78,14 @@ def test_message_has_one_ratio(far):
     assert ratio == pytest.approx(whole.ratio, rel=0.1)
 
 
+@pytest.mark.costly("two diagnoses of a layer of 600 tokens")
 def test_output_note_is_of_whole_output(far):
     """A difference has the note that the output agrees only if the whole output does."""
     observed = stages_with(far, "rope-scaling-missing", ("q", "k", "v", "output"))
     reference = Reference(far, stages=frozenset(observed))
     right = reference.same_precision(local=False)["output"]
-    wrong = parity.diagnose(observed, far)
-    same_output = parity.diagnose({**observed, "output": right}, far)
+    wrong = parity.diagnose(observed, far, seconds=0.2)
+    same_output = parity.diagnose({**observed, "output": right}, far, seconds=0.2)
     assert (wrong.output_agrees, same_output.output_agrees) == (False, True)
     assert "Note: the output agrees" in str(same_output)
     assert "Note" not in str(wrong)
@@ -123,10 +124,11 @@ def test_error_over_budget_is_unknown(plain):
     expected = reference.accumulated["output"]
     noise = reference.same_precision(local=False)["output"].astype(np.float64) - expected
     observed = (expected + 6.0 * noise).astype(dtype_of_stage("output", "bfloat16"))
-    with pytest.raises(AssertionError, match="Unexplained: "):
-        parity.assert_parity(observed, problem=plain)
+    with pytest.raises(AssertionError):
+        parity.assert_parity(observed, problem=plain, diagnose=False)
     diagnosis = parity.diagnose({"output": observed}, plain)
     assert diagnosis.kind == "unknown"
+    assert "Unexplained: " in str(diagnosis)
     assert 1.0 < diagnosis.ratio < 3.0
 
 
@@ -162,7 +164,7 @@ def test_eps_outside_norm_is_named(size, stages):
 def test_noise_is_not_lost_precision(size):
     """Noise as large as in a 16-bit projection is unknown, not lost precision."""
     problem = make_problem(
-        Case("noise", NORMED, "", batch=1, seq_len=40, is_causal=True), "float32"
+        Case("noise", NORMED, "", batch=1, seq_len=16, is_causal=True), "float32"
     )
     expected = Reference(problem).accumulated["output"]
     noise = np.random.default_rng(0).standard_normal(expected.shape)
@@ -204,14 +206,14 @@ def test_extra_rotation_is_wrong():
         turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
         values[name] = turned.astype(np.float32)
     observed = {name: values[name] for name in ("q", "k", "v", "output")}
-    diagnosis = parity.diagnose(observed, problem)
+    diagnosis = parity.diagnose(observed, problem, seconds=0.2)
     assert (diagnosis.is_wrong, diagnosis.stage, diagnosis.output_agrees) == (True, "q", True)
 
 
 # ---- Hidden bugs ---------------------------------------------------------------------------------
 
 
-@sample(2)
+@sample(size=["large"])
 @pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bugs_hidden_by_dtype_are_listed(dtype, size):
@@ -506,4 +508,5 @@ def test_shared_kv_layer_is_sampled():
     )
     assert is_large(problem)
     output = edited_layer(problem, "float32", ()).forward()["output"]
-    assert parity.diagnose({"output": np.roll(output, 1, axis=1)}, problem).is_wrong
+    shifted = {"output": np.roll(output, 1, axis=1)}
+    assert parity.diagnose(shifted, problem, seconds=0.2).is_wrong

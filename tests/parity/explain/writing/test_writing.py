@@ -671,7 +671,13 @@ def run_command(*arguments: object) -> int:
     return main(["write", *map(str, arguments)])
 
 
-@pytest.mark.costly("pytest as a user runs it")
+def run_pytest(pytester: pytest.Pytester) -> str:
+    """Return what pytest prints about the tests in its folder, with the defaults of JAX."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        result = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider")
+    return result.stdout.str()
+
+
 @pytest.mark.parametrize(
     ("framework", "cache"),
     [
@@ -679,34 +685,32 @@ def run_command(*arguments: object) -> int:
         *(pytest.param("jax", cache, marks=pytest.mark.thorough) for cache in ("static", None)),
     ],
 )
-def test_command_writes_passing_tests(llama, tmp_path, framework, cache):
+def test_command_writes_passing_tests(llama, pytester, framework, cache):
     """The command writes a layer with tests by reference and by trace,
     which pass; the latter need no `parity`.
     """
     options = ["--layer", 3, "--to", framework, *(["--cache", cache] if cache else [])]
     for kind in ("reference", "trace"):
         assert (
-            run_command(llama, *options, "--output", tmp_path / f"by_{kind}.py", "--test", kind)
+            run_command(
+                llama, *options, "--output", pytester.path / f"by_{kind}.py", "--test", kind
+            )
             == 0
         )
-    assert "parity" not in (tmp_path / "test_by_trace.py").read_text().replace("mha-parity", "")
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
+    assert "parity" not in (pytester.path / "test_by_trace.py").read_text().replace(
+        "mha-parity", ""
     )
-    assert process.returncode == 0, process.stdout[-3000:]
-    assert "2 passed" in process.stdout
+    printed = run_pytest(pytester)
+    assert "2 passed" in printed
+    assert "failed" not in printed
 
 
-@pytest.mark.costly("pytest as a user runs it")
-def test_written_tests_detect_reversed_rope(llama, tmp_path):
+def test_written_tests_detect_reversed_rope(llama, pytester):
     """A written layer with reversed RoPE fails both of its tests,
     and the reference names the bug.
     """
     for kind in ("reference", "trace"):
-        path = tmp_path / f"by_{kind}.py"
+        path = pytester.path / f"by_{kind}.py"
         run_command(llama, "--to", "torch", "--output", path, "--test", kind)
         text = path.read_text()
         assert "first * cos - second * sin" in text
@@ -714,14 +718,9 @@ def test_written_tests_detect_reversed_rope(llama, tmp_path):
         path.write_text(
             backwards.replace("second * cos + first * sin", "second * cos - first * sin")
         )
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "2 failed" in process.stdout, process.stdout[-2000:]
-    assert "rope-reversed" in process.stdout  # the reference names what is wrong
+    printed = run_pytest(pytester)
+    assert "2 failed" in printed
+    assert "rope-reversed" in printed  # the reference names what is wrong
 
 
 def test_written_layer_matches_model(llama, tmp_path):

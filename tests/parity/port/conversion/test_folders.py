@@ -75,7 +75,7 @@ def layers_in(folder):
 
 # test_models_whole computes a layer of every family. Here are some of those that differ in how they
 # say what their layers are. Tests that share a folder have one sample.
-one_a_layout = sample(20, folder=first_families(HERE, by=stack_signature))
+one_a_layout = sample(14, folder=first_families(HERE, by=stack_signature))
 
 
 @pytest.fixture(scope="module", params=sorted(first_families(HERE)))

@@ -335,7 +335,7 @@ REQUIRED_THERE = {"rope_parameters.factor", "rope_scaling.factor"}
 """Keys that transformers requires, and for which we use YaRN's two lengths instead."""
 
 
-@sample(48, family=first_families(FAMILIES))
+@sample(32, family=first_families(FAMILIES))
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen2_vl", "qwen2_5_vl"}))
 def test_missing_key_has_default_meaning(family):
     """Without a key, layers are those that transformers makes without it, or an error requires the
