@@ -162,26 +162,16 @@ SIBLINGS: dict[str, Sibling] = {"jax": JaxSibling(), "torch": TorchSibling()}
 sibling = fixture_of(SIBLINGS)
 
 
-MOST_MAPS = 20_000  # memory mappings; a third of the Linux limit per process
-
-
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Clear the JAX caches before they exceed the limit of memory mappings, which would kill the
     process.
     """
     _NUM_RUN[0] += 1
     if _NUM_RUN[0] % 20 == 0:
-        _forget_compiled()
+        jax_backend.free_programs()
 
 
 _NUM_RUN = [0]
-
-
-def _forget_compiled() -> None:
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
-        jax_backend._compiled.cache_clear()
-        jax.clear_caches()
 
 
 def pytest_unconfigure() -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -338,9 +339,27 @@ _GRADIENTS = {path: partial(_gradients, path) for path in GRADIENT_PATHS}
 # ---- Environment ---------------------------------------------------------------------------------
 
 
+MOST_MAPS = 20_000
+"""Memory mappings of a process, a third of the Linux default limit, vm.max_map_count."""
+
+
+def free_programs() -> None:
+    """Free all compiled programs if the process has many memory mappings.
+
+    Each program takes several. A run of all cases in four dtypes would exceed the limit, and then
+    LLVM ends the process.
+    """
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") <= MOST_MAPS:
+        return
+    _compiled.cache_clear()
+    jax.clear_caches()
+
+
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
     """Fix and report the settings that affect JAX's results, and restore them afterwards."""
+    free_programs()
     # By default, accelerators multiply float32 in fewer bits.
     with jax.default_matmul_precision("highest"), _enable_x64(dtype == "float64"):
         yield {

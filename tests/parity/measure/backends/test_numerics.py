@@ -1,10 +1,14 @@
 """The numerics lock: set, recorded, and restored."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
 
+import parity
+from parity.measure.backends import jax as jax_backend
 from parity.measure.backends.numerics import environment, numerics_lock
 
 
@@ -54,6 +58,21 @@ def test_float64_enables_x64_temporarily():
         assert jnp.zeros(1, float).dtype == jnp.float64
         assert settings["jax"]["x64"]
     assert not jax.config.jax_enable_x64
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="mappings are counted in /proc")
+def test_many_compiled_programs_are_freed(monkeypatch):
+    """A run with JAX frees compiled programs before their memory mappings reach the limit of a
+    process, and keeps fewer.
+    """
+    case = parity.CASES["textbook"]
+    parity.run_cases([case], ["jax"])
+    num_functions = jax_backend._compiled.cache_info().currsize
+    with numerics_lock(["jax"]):
+        assert jax_backend._compiled.cache_info().currsize == num_functions > 0
+    monkeypatch.setattr(jax_backend, "MOST_MAPS", 0)
+    with numerics_lock(["jax"]):
+        assert jax_backend._compiled.cache_info().currsize == 0
 
 
 def test_environment_lists_versions():
