@@ -229,7 +229,6 @@ def check_shared_kv(
     if key is None or value is None:
         rule = "come from another layer with shared_kv"
         raise InputError(" and ".join(names), rule, "None")
-    check_floating(names[0], key, rank=4)
     for name, x, width in zip(
         names, (key, value), (spec.head_dim, spec.value_head_dim), strict=True
     ):
