@@ -17,6 +17,7 @@ from mha_spec import AttentionSpec, Gate, Norm, Rope
 from parity.explain.diagnosis.bugs import GRADIENTS, bugs_for, known_bugs
 from parity.explain.diagnosis.bugs.backward import dropout_of
 from parity.explain.diagnosis.changed_backward import edited_backward
+from parity.explain.diagnosis.dropout import factors_between
 from parity.explain.diagnosis.gradients import GradientTrial
 from parity.measure.core.stages import run_steps
 from parity.measure.core.trace import Reference
@@ -248,3 +249,16 @@ def test_stage_gradients_are_optional():
     assert "grad.query" in every
     some = Reference(problem, True, frozenset({"grad.scores"})).accumulated
     assert {"grad.scores", "grad.context", "grad.query"} <= some.keys()
+
+
+def test_dropout_is_read_from_its_weights():
+    """The factors of weights with dropout are 0 where they were dropped and 1 / (1 - p) elsewhere;
+    other weights have none.
+    """
+    rng = np.random.default_rng(0)
+    right = rng.uniform(0.05, 1.0, (2, 3, 8, 8))
+    right /= right.sum(axis=-1, keepdims=True)
+    keep = rng.random(right.shape) > 0.25
+    expected = keep / 0.75
+    np.testing.assert_allclose(factors_between(expected * right, right, "float32"), expected)
+    assert factors_between(rng.random(right.shape) * right, right, "float32") is None
