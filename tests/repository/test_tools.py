@@ -572,9 +572,10 @@ def test_commands_of_try_wheel_are_valid(try_wheel):
     its files; the page about installation has a row for each extra.
     """
     lines = [line for commands in try_wheel.USES.values() for line in commands]
-    steps = try_wheel.steps_of_newcomer()
+    users = [user() for user in try_wheel.NEW_USERS.values()]
+    steps = [step for user in users for step in user.steps]
     lines += [step.command for step in steps]
-    programs = {*try_wheel.FILES, *try_wheel.files_of_tutorial()}
+    programs = set(try_wheel.FILES).union(*(user.files for user in users))
     num_commands = 0
     for command in " && ".join(lines).split(" && "):
         words = shlex.split(re.sub(r"^[A-Z_]+=\S+ ", "", command))
@@ -585,7 +586,8 @@ def test_commands_of_try_wheel_are_valid(try_wheel):
             assert words[1] in programs, command
     assert num_commands > 15
     tutorial = try_wheel.TUTORIAL.read_text("utf-8")
-    shown = [step.words for step in steps if step.name in ("find a bug", "convert it")]
+    of_torch = try_wheel.NEW_USERS["newcomer-torch"]()
+    shown = [step.words for step in of_torch.steps if step.name in ("find a bug", "convert it")]
     assert [words for words in shown if words not in tutorial] == []
     page = (ROOT / "docs" / "contributing" / "installation.md").read_text("utf-8")
     _, _, page = page.partition("## Each extra")
