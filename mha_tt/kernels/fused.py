@@ -283,17 +283,16 @@ def sinks_of_step(
     sinks: Float[Tensor, "1 N 1 1"],
     query: Float[Tensor, "1 B N H"],
     keys: Float[Tensor, "B K S H"],
-    spec: AttentionSpec | BareHeads | None = None,
+    spec: AttentionSpec | BareHeads,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> list[Tensor]:
     """Prepare sinks for `attend_to_cache`, once for many steps with such queries and keys."""
     check_weight("sinks", sinks, (1, query.shape[2], 1, 1))
-    rules = BareHeads(query.shape[3]) if spec is None else spec
-    check_heads_of_spec(query, query.shape[2], rules)
+    check_heads_of_spec(query, query.shape[2], spec)
     config = compute_kernel_config or accurate_config(query.device())
     return _sinks_of(
-        _parts(query.shape[2], query.shape[3], keys.shape[1], config), sinks, rules.score_scale
+        _parts(query.shape[2], query.shape[3], keys.shape[1], config), sinks, spec.score_scale
     )
 
 

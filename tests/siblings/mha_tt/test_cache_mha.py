@@ -24,7 +24,7 @@ from helpers.tt.formulas import (
 
 import mha_tt
 import parity
-from mha_spec import Norm
+from mha_spec import AttentionSpec, Norm
 from mha_tt import device as devices
 from mha_tt.kernels.nonfinite import contained
 
@@ -800,6 +800,26 @@ def test_step_uses_only_the_step_kernel(device, calls):
     names = [call.name for call in calls]
     assert names.count("ttnn.transformer.scaled_dot_product_attention_decode") == 1
     assert names.count("ttnn.transformer.scaled_dot_product_attention") == 0
+
+
+def test_prepared_sinks_equal_given_ones(device, rng):
+    """A step with sinks that were prepared once equals a step with the sinks bit for bit, and
+    differs from a step without any.
+    """
+    spec = AttentionSpec(128, 4, sinks=True)
+    last_positions = np.array([5, 63])
+    arrays = (rng.standard_normal(shape) for shape in ((1, 2, 4, 32), *[(2, 4, 64, 32)] * 2))
+    q, k, v = (mha_tt.upload(rounded(x, ttnn.bfloat16), device=device) for x in arrays)
+    sinks = mha_tt.upload(rounded(np.ones((1, 4, 1, 1)), ttnn.bfloat16), device=device)
+    prepared = mha_tt.fused.sinks_of_step(sinks, q, k, spec)
+
+    def step(spec, learned):
+        context = mha_tt.fused.attend_to_cache(q, k, v, last_positions, spec, learned=learned)
+        return mha_tt.download(context)
+
+    expected = step(spec, {"sinks": sinks})
+    np.testing.assert_array_equal(step(spec, {"sinks": prepared}), expected)
+    assert not np.array_equal(step(None, None), expected)
 
 
 @pytest.mark.parametrize(
