@@ -63,9 +63,7 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
 # ---- The device ----------------------------------------------------------------------------------
 
 MASKED = -1e9
-"""Score of a masked key, far below any other. Not -inf: the softmax of a row of -inf is NaN on a
-mock board, and equal weights on a device.
-"""
+"""Score of a masked key, far below any other. Not -inf: the softmax of a row of -inf may be NaN."""
 
 
 def upload(array: np.ndarray, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> Tensor:
