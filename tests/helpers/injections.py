@@ -107,16 +107,14 @@ def at(
 ) -> Callable[..., None]:
     """Compute cosines and sines for other positions, or with a different theta."""
 
-    def change(position_embeddings, module, position_ids, **_):
+    def change(embeddings, module, position_ids, **_):
         is_half = "GptOss" in type(module).__name__  # its tables hold each angle once
-        width = position_embeddings[0].shape[-1] * (2 if is_half else 1)
+        width = embeddings[0].shape[-1] * (2 if is_half else 1)
         base = module.config.rope_parameters["rope_theta"] if theta is None else theta
         frequencies = 1.0 / base ** (torch.arange(0, width, 2).float() / width)
         angles = change_positions(position_ids)[..., None].float() * frequencies
         angles = angles if is_half else torch.cat([angles, angles], dim=-1)
-        return angles.cos().to(position_embeddings[0].dtype), angles.sin().to(
-            position_embeddings[0].dtype
-        )
+        return angles.cos().to(embeddings[0].dtype), angles.sin().to(embeddings[0].dtype)
 
     return argument("position_embeddings", change)
 

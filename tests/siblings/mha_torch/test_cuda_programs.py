@@ -117,7 +117,7 @@ def count(monkeypatch):
             patch.setattr(flex, "Tensor", OnCuda)
             with Program(num_scores) as counts:
                 program()
-        return {name: number for name, number in (totals + counts.found).items() if number}
+        return {name: number for name, number in (totals + counts.totals).items() if number}
 
     return run
 
