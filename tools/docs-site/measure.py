@@ -17,12 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-MARGIN_DTYPES = ("float32", "bfloat16")
+MARGIN_DTYPES = ("float32", "bfloat16", "float16", "float64")
 COMMANDS = {
     "conformance": "mha-parity conformance --libraries",
     "selftest": "mha-parity selftest",
     "diagnosis-rates": "tools/diagnosis-rates",
-    # One process would compile about as many programs for JAX as Linux maps into its memory.
     "margins": (
         f"mha-parity run --backends jax,torch --cases all --dtypes {','.join(MARGIN_DTYPES)} "
         "--grad --jobs 2"

@@ -144,7 +144,7 @@ def test_masks_may_be_distributed_as_tokens(results):
         results["beside"]["given"],
         mha_torch.MultiHeadSelfAttention,
         processes.GIVEN,
-        processes.given,
+        processes.with_inputs,
     )
 
 
