@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float, Int
 from mha_jax.arrays import Array
 from mha_jax.checks import check_count, check_integers, check_lengths
 from mha_jax.compiled import compiled
-from mha_spec import AttentionSpec, InputError
+from mha_spec import AttentionSpec
 from mha_spec.heads import BareHeads
-from mha_spec.rules import check_broadcasts
+from mha_spec.rules import as_pair_of_segments, check_broadcasts
 from mha_spec.span import Span, span_of
 
 
@@ -112,18 +112,7 @@ class Mask:
         Raises:
             ValueError: if `segment_ids` is a tuple that is not a pair.
         """
-        ids = self.segment_ids
-        if ids is None:
-            return None
-        if not isinstance(ids, tuple):
-            return (ids, ids)
-        if len(ids) != 2:
-            raise InputError(
-                "segment_ids",
-                "be ids or a pair of them, of queries and of keys",
-                f"{len(ids)} in a tuple",
-            )
-        return ids
+        return as_pair_of_segments(self.segment_ids)
 
     def fields_beyond(self, *known: str) -> list[str]:
         """Return the names of other fields in use, so that kernels can reject fields they do not
