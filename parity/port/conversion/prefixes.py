@@ -23,9 +23,7 @@ def join(prefix: str, name: str) -> str:
 
 def _start_of_names(prefix: str) -> str:
     """Return the text with which all names under a prefix begin."""
-    if not prefix:
-        return ""
-    return f"{prefix}."
+    return join(prefix, "")
 
 
 def numbered(prefix: str) -> str:

@@ -51,6 +51,12 @@ from parity.port.models.families import FAMILIES
 from parity.use.cli.main import main
 from parity.use.running.models import run_model
 
+AS_LLAMA = (
+    *("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn"),
+    *("--num-heads", "4"),
+)
+"""The options that describe the layers of the folder `llama` without its configuration."""
+
 NEAR = 2e-5  # of the largest number, for layers in float32
 
 HERE = {
@@ -817,21 +823,13 @@ def test_one_from_applies_to_unlabeled_file(llama, capsys, tmp_path):
     printed_by(capsys, "convert", llama, tmp_path / "j.safetensors", "--to", "mha_jax")
     bare = tmp_path / "bare.safetensors"
     bare.write_bytes((llama / "model.safetensors").read_bytes())
-    options = (
-        "--from",
-        "transformers.LLaMA",
-        "--prefix",
-        "layers.{i}.self_attn",
-        "--num-heads",
-        "4",
-    )
-    out = printed_by(capsys, "compare", bare, tmp_path / "j.safetensors", *options, status=2)
+    out = printed_by(capsys, "compare", bare, tmp_path / "j.safetensors", *AS_LLAMA, status=2)
     assert (
         "rope=None and Rope(theta=10000.0); --rope-theta 10000, or rope=Rope(10000), sets it for "
         "the other" in out
     )
     out = printed_by(
-        capsys, "compare", bare, tmp_path / "j.safetensors", *options, "--rope-theta", "1e4"
+        capsys, "compare", bare, tmp_path / "j.safetensors", *AS_LLAMA, "--rope-theta", "1e4"
     )
     assert "bit for bit" in out
 
@@ -1102,8 +1100,7 @@ def test_against_requires_a_config(llama, capsys, tmp_path):
     """Flags suffice to run weights without a config.json, but not for `--against transformers`."""
     (tmp_path / "alone").mkdir()
     shutil.copy(llama / "model.safetensors", tmp_path / "alone")
-    options = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", 4)
-    command = ("run", "--backends", "torch", "--model", tmp_path / "alone", *options)
+    command = ("run", "--backends", "torch", "--model", tmp_path / "alone", *AS_LLAMA)
     assert "agrees with the float64 reference" in printed_by(capsys, *command)
     error_line = printed_by(capsys, *command, "--against", "transformers", status=2)
     assert rejects("--against", "layers.0.self_attn").is_printed_in(error_line)
@@ -1130,16 +1127,8 @@ def test_truncated_config_raises(llama, capsys, tmp_path):
     folder = with_tensors(llama, tmp_path / "cut", {})
     whole = (folder / "config.json").read_text()
     (folder / "config.json").write_text(whole[: len(whole) // 2])
-    options = (
-        "--from",
-        "transformers.LLaMA",
-        "--prefix",
-        "layers.{i}.self_attn",
-        "--num-heads",
-        "4",
-    )
     out = printed_by(
-        capsys, "convert", folder, tmp_path / "c.npz", "--to", "canonical", *options, status=2
+        capsys, "convert", folder, tmp_path / "c.npz", "--to", "canonical", *AS_LLAMA, status=2
     )
     assert rejects(str(folder / "config.json")).is_printed_in(out)
 
