@@ -112,6 +112,8 @@ class Mask:
         Raises:
             ValueError: if `segment_ids` is a tuple that is not a pair.
         """
+        if self.segment_ids is None:
+            return None
         return as_pair_of_segments(self.segment_ids)
 
     def fields_beyond(self, *known: str) -> list[str]:

@@ -164,14 +164,12 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
         )
 
 
-def as_pair_of_segments(ids: Any) -> tuple[Any, Any] | None:
+def as_pair_of_segments(ids: Any) -> tuple[Any, Any]:
     """Return the segment ids of the queries and of the keys: a pair, or the same ids for both.
 
     Raises:
         ValueError: if the ids are a tuple that is not a pair.
     """
-    if ids is None:
-        return None
     if not isinstance(ids, tuple):
         return (ids, ids)
     if len(ids) != 2:
