@@ -31,21 +31,26 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         if query.ndim == 3:
             return attend(layer, query, key, value, mask, **options)
         axes = tuple(query.shape)[:-2]
+        # Only functions have it: modules draw at random.
         keep = getattr(layer, "dropout_keep", None)
         if keep is not None:
             layer = replace(layer, dropout_keep=_merge("dropout_keep", keep, axes))
         lengths = mask.key_padding_lengths
         if lengths is not None:
             if not isinstance(lengths, jax.Array):
+                # On the host, where a list is checked without waiting for a device.
                 lengths = np.asarray(lengths)
             lengths = _merge("key_padding_lengths", lengths, axes, "", is_exact=True)
         segments = mask.segments
         if segments is not None:
             ids, ids_of_keys = segments
-            segments = (
-                _merge("segment_ids", ids, axes, "T", is_exact=True),
-                _merge("segment_ids", ids_of_keys, axes, "S", is_exact=True),
-            )
+            merged_ids = _merge("segment_ids", ids, axes, "T", is_exact=True)
+            if ids_of_keys is ids:
+                # Not a pair: kernels are faster if queries and keys share their ids.
+                segments = merged_ids
+            else:
+                merged_ids_of_keys = _merge("segment_ids", ids_of_keys, axes, "S", is_exact=True)
+                segments = (merged_ids, merged_ids_of_keys)
         hidden = _merge("mask", mask.mask, axes)
         mask = replace(mask, mask=hidden, key_padding_lengths=lengths, segment_ids=segments)
         options["bias"] = _merge("bias", options["bias"], axes)
@@ -53,8 +58,11 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         x = _merge("query", query, axes, "T d_in", is_exact=True)
         if layer.spec.shared_kv:
             of_keys = "K S H"
+            of_values = "K S Hv"
         else:
             of_keys = "S d_kv"
+            of_values = "S d_kv"
+        # One array stays one, so that a fused projection is applied once.
         if key is query:
             x_k = x
         else:
@@ -62,7 +70,7 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         if value is key:
             x_v = x_k
         else:
-            x_v = _merge("value", value, axes, of_keys, is_exact=True)
+            x_v = _merge("value", value, axes, of_values, is_exact=True)
         results = []
         for result in attend(layer, x, x_k, x_v, mask, **options):
             if result is not None:

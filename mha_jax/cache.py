@@ -136,13 +136,13 @@ class Cache:
             lengths = [lengths] * self.lengths.shape[0]
         check_lengths("lengths", _on_host(lengths), self.lengths.shape[0], self.capacity)
         if not isinstance(lengths, Tracer) and not isinstance(self.lengths, Tracer):
-            shorter = np.asarray(lengths)
-            old_lengths = np.asarray(self.lengths)
-            if bool((shorter > old_lengths).any()):
+            requested_lengths = np.asarray(lengths)
+            cached_lengths = np.asarray(self.lengths)
+            if bool((requested_lengths > cached_lengths).any()):
                 raise InputError(
                     "lengths",
                     "not exceed the lengths of the cache",
-                    f"lengths={shorter.tolist()} and {old_lengths.tolist()}",
+                    f"lengths={requested_lengths.tolist()} and {cached_lengths.tolist()}",
                 )
         lengths = jnp.minimum(jnp.asarray(lengths, jnp.int32), self.lengths)
         is_free = jnp.arange(self.capacity, dtype=jnp.int32)[None] >= lengths[:, None]  # (B, S)

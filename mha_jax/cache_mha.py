@@ -142,8 +142,8 @@ def cached_layer(
     q, k, v, scores_spec = _keys_and_values(q, cache, spec, layer.project, kv_b)
     if scores_spec is not spec:
         scores = replace(scores, spec=scores_spec)
-    # Sequences without room attend to an existing slot, so that their output is finite before it is
-    # set to NaN.
+    # Sequences without room, whose output becomes NaN below, attend up to the last slot: kernels
+    # read none beyond it.
     full_mask = Mask(
         mask, is_causal=True, span=spec.span, q_offset=jnp.minimum(lengths, cache.capacity - 1)
     )
@@ -190,10 +190,9 @@ def _keys_and_values(
 
 @compiled()
 def _positions_without_padding(positions: Array, added: Array) -> Array:
-    """Return the positions, (B, T) or (axes, B, T), with the position of the first token for
-    padding.
-    """
+    """Return the positions, (B, T) or (axes, B, T); padding has the position of the first token."""
     is_padding = padding_after(added, positions.shape[-1])
+    # Broadcast explicitly, because `jax_numpy_rank_promotion` may be "raise".
     shape = (*positions.shape[:-2], *is_padding.shape)
     is_padding, positions, first = (
         jnp.broadcast_to(x, shape) for x in (is_padding, positions, positions[..., :1])

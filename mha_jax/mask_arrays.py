@@ -83,7 +83,7 @@ def create_causal_mask_with_cache(
             cache_len=cache_len,
             seq_len_q=seq_len_q,
         )
-    return _hides_later(seq_len_q, seq_len_k, first=cache_len)
+    return _hides_later(seq_len_q, seq_len_k, q_offset=cache_len)
 
 
 def create_sliding_window_mask(
@@ -116,12 +116,12 @@ def create_sliding_window_mask(
 
 
 # Compiled, so that only the mask is stored, which may be large, without intermediate results.
-@compiled("seq_len_q", "seq_len_k", "first", "window_size")
+@compiled("seq_len_q", "seq_len_k", "q_offset", "window_size")
 def _hides_later(
-    seq_len_q: int, seq_len_k: int, *, first: int = 0, window_size: int | None = None
+    seq_len_q: int, seq_len_k: int, *, q_offset: int = 0, window_size: int | None = None
 ) -> Array:
     distance = (
-        first
+        q_offset
         + jnp.arange(seq_len_q, dtype=jnp.int32)[:, None]
         - jnp.arange(seq_len_k, dtype=jnp.int32)[None, :]
     )

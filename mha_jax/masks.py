@@ -94,7 +94,7 @@ class Mask:
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
     span: Span | None = field(default=None, metadata={"static": True})
-    q_offset: Int[Array, " B"] | None = None
+    q_offset: Int[Array, " #B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Reject a mask that does not fit the scores (B, N, T, S). `find_padding` checks

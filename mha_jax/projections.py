@@ -60,7 +60,7 @@ def project_qkv(
 def _project_inputs(
     project: Project, query: Array, key: Array, value: Array, spec: AttentionSpec
 ) -> tuple[Array, Array, Array]:
-    """Return the features of q, k and v, (B, T, width); with `shared_kv` k and v are heads
+    """Return the features of q, k and v, (B, T or S, width); with `shared_kv` k and v are heads
     already.
     """
     if spec.fused_qkv:
@@ -108,7 +108,7 @@ def _to_heads(
 
 
 def apply_gate(
-    context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]
+    context: Float[Array, "B N T Hv"], gate: Float[Array, "B T gate_width"]
 ) -> Float[Array, "B N T Hv"]:
     """Return context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
 

@@ -150,7 +150,7 @@ def apply_dropout(
         if not rate:
             return attn_weights
         if rng is None:
-            # With the names of the functions that pass the rate and the key.
+            # The names of both arguments in the functions that call this one.
             raise InputError("dropout", "come with a random key", dropout=rate, dropout_rng=None)
         keep = jax.random.bernoulli(rng, 1.0 - rate, attn_weights.shape)
     # Not `to_scores_rank`: layers also drop their outputs, (B, T, E).

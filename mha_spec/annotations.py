@@ -256,12 +256,13 @@ def checking(dtypes: Dtypes, array_types: Mapping[str, type] | None = None) -> C
                 if name not in parameters:
                     raise unknown_argument(name, [known for known in parameters if known != "self"])
             first: dict[str, Compared] = {}
+            # A call with too many arguments raises its own error.
             for name, x in zip(order, arguments, strict=False):
                 if name in rules:
                     rules[name].check(name, x, first)
             if keywords:
-                # In the order of the parameters, not of the call: the first array decides over
-                # axes.
+                # In the order of the parameters, not of the call: later arrays are compared with
+                # the first one.
                 for name in rules:
                     if name in keywords:
                         rules[name].check(name, keywords[name], first)
@@ -302,7 +303,9 @@ def _rules_of(
             continue
         alternatives = axes_of[name]
         arrays = arrays_of[name]
+        # All arrays of an annotation have dtypes of one kind.
         kind = _kind_of(arrays[0].dtypes)
+        # The types of arrays, instead of their stand-ins: see `checking`.
         types = dict.fromkeys(
             array_types.get(array.array_type.__name__, array.array_type) for array in arrays
         )

@@ -117,10 +117,12 @@ class AttentionSpec(Record):
         ValueError: if widths, heads or rates do not fit, or clip_qkv, scale or soft_cap is not
             positive and finite. Some fields exclude each other: a window and chunks; either of
             these and a grid; ALiBi and a relative bias; a temperature and positions on several
-            axes. Latents exclude fewer key/value heads, fused_qkv, norms of heads, a clip and RoPE
-            of other features. A context norm must be over the width, and excludes a gate. Relative
-            products exclude a soft cap and latents. Shared keys and values exclude separate biases,
-            a different key width, fused_qkv, a norm of values and latents.
+            axes. RoPE and fused_qkv exclude a different key width, and fused_qkv separate biases.
+            Latents exclude fewer key/value heads, a different key width, different biases of k and
+            v, fused_qkv, norms of heads and of the context, a clip, RoPE of other features and a
+            rope_dim of the whole head. A context norm must be over the width, and excludes a gate.
+            Relative products exclude a soft cap and latents. Shared keys and values exclude
+            separate biases, a different key width, fused_qkv, a norm of values and latents.
 
     Example:
         >>> from mha_spec import AttentionSpec, Rope
@@ -226,9 +228,16 @@ class AttentionSpec(Record):
         if self.latent is None:
             return
         check_latent_rope(self.latent, self.rope)
-        needed = {"num_kv_heads": self.num_heads, "d_kv": self.d_in, "fused_qkv": False}
-        needed |= {"qk_norm": None, "v_norm": None, "clip_qkv": None, "context_norm": None}
-        needed["relative_products"] = None
+        needed = {
+            "num_kv_heads": self.num_heads,
+            "d_kv": self.d_in,
+            "fused_qkv": False,
+            "qk_norm": None,
+            "v_norm": None,
+            "clip_qkv": None,
+            "context_norm": None,
+            "relative_products": None,
+        }
         for name, value in needed.items():
             if getattr(self, name) != value:
                 raise InputError(
@@ -676,7 +685,7 @@ def check_latent(spec: AttentionSpec) -> Latent:
     """Return the latents of a layer.
 
     Raises:
-        TypeError: if it is not an `AttentionSpec`.
+        TypeError: if spec is not an `AttentionSpec`.
         ValueError: if the layer has none.
     """
     check_spec(spec)

@@ -15,10 +15,8 @@ import numpy as np
 MAX_LENGTH = 800
 """Maximum length of a message in characters. Long parts are shortened in the middle."""
 
-
 MAX_REMEDIES = 3
 """Maximum number of alternatives in a message."""
-
 
 Remedy = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Settings by name, or alternatives of them."""
@@ -88,20 +86,13 @@ class InputError(ValueError):
             got = [_value(self.argument, self.got[self.argument])]
         else:
             got = [_setting(*item) for item in self.got.items()]
-        advice = [_alternatives(_each(self.remedy)), self.hint]
         problem = [self.where, self.argument, self.rule, self.statement]
-        parts = [_escape(part) for part in (*problem, *got, *advice)]
+        advice = [_text_of_remedy(self.remedy), self.hint]
+        parts = [_escape(part) for part in (*problem, *advice, *got)]
         text = ""
         # Cut the longest parts, 20 characters shorter each time, until the message fits.
         for length in range(MAX_LENGTH, 0, -20):
-            where, argument, rule, statement, *rest = (_cut(part, length) for part in parts)
-            values = _listed(rest[: len(got)])
-            advised = " ".join(filter(None, rest[len(got) :]))
-            if statement:
-                text = f"{values}{': ' * bool(values)}{statement}"
-            else:
-                text = f"{argument} must {rule}{', got ' * bool(values)}{values}"
-            text = f"{where}{': ' * bool(where)}{text}{'; ' * bool(advised)}{advised}"
+            text = _message(*(_cut(part, length) for part in parts))
             if len(text) <= MAX_LENGTH:
                 break
         return text
@@ -129,7 +120,9 @@ class InputError(ValueError):
         other.argument, _ = rename(self.argument, got.get(self.argument))
         if got:
             other.got = dict(rename(*item) for item in got.items())
-        other.remedy = [dict(rename(*item) for item in each.items()) for each in _each(self.remedy)]
+        other.remedy = []
+        for settings in _as_alternatives(self.remedy):
+            other.remedy.append(dict(rename(*item) for item in settings.items()))
         return other
 
     def within(self, where: str) -> Self:
@@ -154,6 +147,7 @@ class _Text(str):
 
 
 def _pickled(value: object) -> object:
+    """Return a value, or its text if it cannot be pickled."""
     try:
         pickle.dumps(value)
     except Exception:  # a device, a traced array, a function of a function
@@ -162,12 +156,13 @@ def _pickled(value: object) -> object:
 
 
 def _shown(value: object) -> str:
+    """Return the text of a value on one line: strings are quoted, and arrays have no elements."""
     try:
         if isinstance(value, str):
             return repr(value)
         if _has_array(value):
             return _shown_with_arrays(value)
-        return " ".join(str(value).split())  # on one line
+        return " ".join(str(value).split())
     except Exception:  # an integer with too many digits, or an object that cannot be printed
         return f"a {type(value).__name__}"
 
@@ -206,6 +201,26 @@ def _shown_with_arrays(value: Any) -> str:
     return f"{name}(shape={tuple(value.shape)}, dtype={dtype})"
 
 
+def _message(
+    where: str, argument: str, rule: str, statement: str, remedy: str, hint: str, *got: str
+) -> str:
+    """Return a message from its parts, any of which may be empty."""
+    values = _listed(got)
+    text = statement
+    if not statement:
+        text = f"{argument} must {rule}"
+        if values:
+            text = f"{text}, got {values}"
+    elif values:
+        text = f"{values}: {statement}"
+    if where:
+        text = f"{where}: {text}"
+    advice = " ".join(filter(None, (remedy, hint)))
+    if advice:
+        text = f"{text}; {advice}"
+    return text
+
+
 def _is_only_of(argument: str, got: Mapping[str, Any]) -> bool:
     """Return whether an argument has the only value. A flag that is set has none."""
     return list(got) == [argument] and got[argument] is not True
@@ -227,38 +242,47 @@ def _value(name: str, value: object) -> str:
     return _shown(value)
 
 
-def _each(remedy: Remedy) -> Sequence[Mapping[str, Any]]:
+def _as_alternatives(remedy: Remedy) -> Sequence[Mapping[str, Any]]:
+    """Return the alternatives of a remedy, which may be one."""
     if isinstance(remedy, Mapping):
         return [remedy]
     return remedy
 
 
-def _alternatives(remedies: Sequence[Mapping[str, Any]]) -> str:
-    shown = [
-        " with ".join(_setting(*item) for item in each.items()) for each in remedies[:MAX_REMEDIES]
-    ]
-    more = len(remedies) - len(shown)
-    return " or ".join(shown) + (f" (or {more} more)" if more else "")
+def _text_of_remedy(remedy: Remedy) -> str:
+    """Return a remedy in words: the settings of each alternative, but only of a few."""
+    alternatives = _as_alternatives(remedy)
+    shown = []
+    for settings in alternatives[:MAX_REMEDIES]:
+        shown.append(" with ".join(_setting(*item) for item in settings.items()))
+    text = " or ".join(shown)
+    if len(alternatives) > len(shown):
+        text = f"{text} (or {len(alternatives) - len(shown)} more)"
+    return text
 
 
-def _listed(values: list[str]) -> str:
+def _listed(values: Sequence[str]) -> str:
     """Return values as in "a, b and c"; "" without any."""
-    if values:
-        return " and ".join(filter(None, [", ".join(values[:-1]), values[-1]]))
-    return ""
+    if len(values) < 2:
+        return "".join(values)
+    return f"{', '.join(values[:-1])} and {values[-1]}"
 
 
 def _escape(text: str) -> str:
     """Return text on one line, with control characters escaped."""
     if text.isprintable():
         return text
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
-        for each in text
-    )
+    escaped = []
+    for character in text:
+        if character.isprintable():
+            escaped.append(character)
+        else:
+            escaped.append(character.encode("unicode_escape", "surrogatepass").decode())
+    return "".join(escaped)
 
 
 def _cut(text: str, length: int) -> str:
+    """Return text without its middle, if it is longer than this."""
     if len(text) <= length:
         return text
     return f"{text[: length // 2]}…{text[-(length // 2) :]}"

@@ -276,9 +276,11 @@ def append_to_cache(
 
 
 def mark_written_over(before: Cache, after: Cache) -> None:
-    """Mark a cache whose storage another one has, with more tokens in it, so that its next use
+    """Mark a cache if the one after it has its storage, where it may have more tokens: its next use
     raises an error.
     """
+    # Nothing is marked in a graph: a captured one is replayed on the same cache. Lengths are not
+    # compared, because reading them would wait for a device.
     if before is after or is_graph():
         return
     for x, y in zip(before.slots.values(), after.slots.values(), strict=True):

@@ -144,7 +144,10 @@ def check_score_weights(
 
 
 def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
-    """Reject a weight that is not floating point, or has the wrong shape."""
+    """Reject a weight that is not floating point, or has the wrong shape.
+
+    Distributed weights are for modules, and rejected as well.
+    """
     check_array(name, weight)
     if is_distributed(weight):
         raise InputTypeError(

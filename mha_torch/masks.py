@@ -93,7 +93,7 @@ class Mask:
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None
     segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None
     span: Span | None = None
-    q_offset: Int[Tensor, " B"] | None = None
+    q_offset: Int[Tensor, " #B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Reject a mask that does not fit the scores (B, N, T, S) or their queries. `find_padding`

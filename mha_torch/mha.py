@@ -183,8 +183,8 @@ class AttentionLayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize Xavier-uniform weights, separately for q, k and v; biases and sinks are 0,
-        factors of norms 1.
+        """Initialize Xavier-uniform weights, separately for q, k and v; biases and weights that
+        change scores are 0, factors of norms 1.
         """
         for name, projection in self.full_spec.projections.items():
             linear: nn.Linear = getattr(self, name)

@@ -63,7 +63,7 @@ def project_qkv(
 def _project_inputs(
     project: Project, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the features of q, k and v, (B, T, width); with `shared_kv` k and v are heads
+    """Return the features of q, k and v, (B, T or S, width); with `shared_kv` k and v are heads
     already.
     """
     if spec.fused_qkv:
@@ -109,7 +109,7 @@ def _to_heads(
 
 
 def apply_gate(
-    context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]
+    context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T gate_width"]
 ) -> Float[Tensor, "B N T Hv"]:
     """Return context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
 

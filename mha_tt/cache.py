@@ -230,15 +230,9 @@ def init_cache(
         ValueError: if a size is below 1, or the batch size below 0, or there are more than 32
             heads.
     """
-    check_count("batch_size", batch_size, minimum=0)
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
-    sizes = {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
-    for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
-        check_count(name, size)
-    if num_kv_heads > MOST_KV_HEADS:
-        raise InputError(
-            "num_kv_heads", f"be at most {MOST_KV_HEADS} for a cache", num_kv_heads=num_kv_heads
-        )
+    check_count("batch_size", batch_size, minimum=0)
+    check_new_cache(num_kv_heads, capacity, head_dim, value_head_dim)
     check_is_device(device)
     check_dtype("dtype", dtype)
     shape = (batch_size, num_kv_heads, round_up(capacity))
@@ -248,6 +242,22 @@ def init_cache(
         lengths=np.zeros(batch_size, np.int32),
         capacity=capacity,
     )
+
+
+def check_new_cache(num_kv_heads: int, capacity: int, head_dim: int, value_head_dim: int) -> None:
+    """Reject sizes of a new cache that are not positive integers, and too many heads."""
+    sizes = {
+        "num_kv_heads": num_kv_heads,
+        "capacity": capacity,
+        "head_dim": head_dim,
+        "value_head_dim": value_head_dim,
+    }
+    for name, size in sizes.items():
+        check_count(name, size)
+    if num_kv_heads > MOST_KV_HEADS:
+        raise InputError(
+            "num_kv_heads", f"be at most {MOST_KV_HEADS} for a cache", num_kv_heads=num_kv_heads
+        )
 
 
 def append_to_cache(
@@ -282,8 +292,8 @@ def append_to_cache(
 
 
 def mark_written_over(before: Cache, after: Cache) -> None:
-    """Mark a cache whose storage another one has, with more tokens in it, so that its next use
-    raises an error.
+    """Mark a cache if the one after it has its storage, with more tokens in it: its next use raises
+    an error.
     """
     is_shared = any(
         x is y for x, y in zip(before.slots.values(), after.slots.values(), strict=True)

@@ -33,7 +33,7 @@ from mha_tt.cache import (
     write_rows,
 )
 from mha_tt.checks import check_is_cache, check_kernel, check_positions, check_weights, checked
-from mha_tt.decode.pages import paged
+from mha_tt.decode.pages import init_paged_cache
 from mha_tt.decode.slots import first_slots
 from mha_tt.decode.step import decode_step, project_new_tokens
 from mha_tt.device import upload, zeros
@@ -391,23 +391,21 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 and bfloat8_b.
 
         Raises:
-            TypeError: if a size is not an integer or the dtype not floating point.
-            ValueError: if the capacity is below 1, the batch size below 0, or a page is not whole
-                tiles.
+            TypeError: if a size is not an integer, or the dtype not floating point, or float32 with
+                pages.
+            ValueError: if the capacity is below 1, the batch size below 0, or 0 with pages, or a
+                page is not whole tiles.
         """
         dtype = self.dtype if dtype is None else dtype
         spec = self.spec
         device = self.device
-        widths = {
-            "head_dim": padded_features("k_proj", spec),
-            "value_head_dim": padded_features("v_proj", spec),
-        }
-        cache = init_cache(
-            batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths
-        )
+        sizes = (batch_size, spec.num_kv_heads, capacity, padded_features("k_proj", spec))
+        value_width = padded_features("v_proj", spec)
         if page_size is None:
-            return cache
-        return paged(cache, page_size)
+            return init_cache(*sizes, dtype, value_head_dim=value_width, device=device)
+        return init_paged_cache(
+            *sizes, dtype, value_head_dim=value_width, page_size=page_size, device=device
+        )
 
     @checked
     def __call__(

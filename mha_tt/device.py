@@ -332,6 +332,7 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
     """
     check_on_device("tensor", tensor)
     if readers:
+        # A shadow or a recording, see `ttnn_mock.hooks`.
         return readers[-1](tensor)
     if target() == "mock":
         raise RuntimeError(

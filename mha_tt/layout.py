@@ -73,8 +73,8 @@ def feature_indices_of(part: str, spec: AttentionSpec) -> np.ndarray:
     `feature_indices`.
 
     Values and the context have the layout of queries and keys if they have equally many features,
-    and their own otherwise. With latents a head consists of blocks, each of whole tiles, and a
-    latent is a separate head.
+    because operations of the framework need heads of one width, and their own otherwise. With
+    latents a head consists of blocks, each of whole tiles, and a latent is a separate head.
     """
     blocks = _blocks(part, spec)
     begins = np.cumsum([0, *(block.padded for block in blocks[:-1])])
@@ -121,9 +121,9 @@ def _blocks(part: str, spec: AttentionSpec) -> list[_Block]:
     """Return the blocks of a head in a projection or norm of that name."""
     latent = spec.latent
     values = _block(spec.value_head_dim)
-    is_of_keys = part.startswith(("q_", "k_"))
+    is_of_q_or_k = part.startswith(("q_", "k_"))
     if latent is None:
-        if is_of_keys or spec.value_head_dim == spec.head_dim:
+        if is_of_q_or_k or spec.value_head_dim == spec.head_dim:
             return [_block(spec.head_dim, spec.rope)]
         return [values]
     # Not features of heads: ttnn supports any width.
@@ -142,7 +142,7 @@ def _blocks(part: str, spec: AttentionSpec) -> list[_Block]:
         "kv_a_norm": [compressed],
         "kv_b_proj": [unshared, values],
     }
-    if is_of_keys:
+    if is_of_q_or_k:
         return [unshared, shared]
     return blocks.get(part, [values])
 
@@ -188,6 +188,9 @@ def parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
 def score_weight_shape(name: str, shape: tuple[int, ...], num_features: int) -> tuple[int, ...]:
     """Return the shape on the device of a weight that changes scores, for heads of this width
     there.
+
+    It is (1, heads, 1, C or E), or (1, heads, C or E, features) for vectors of features; see
+    `mha_spec.score_weights` for the letters. The size of an axis that the weight lacks is 1.
     """
     sizes = dict(zip(score_axes(name, shape), shape, strict=True))
     num_heads = sizes.get("N", 1)

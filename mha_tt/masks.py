@@ -95,7 +95,12 @@ class DeviceMask:
         is_causal: the mask is causal for T queries and T keys, with or without a sliding window;
             the fused kernel then needs no tensor.
         window_size: maximum number of keys per query in a sliding-window mask; otherwise None.
+        device: device of the calls.
     """
+
+    # Not set by `__init__`, which `CausalMask` does not call: it has no mask yet.
+    _additive: Tensor | None = None
+    _shown: Tensor | None = None
 
     @checked
     def __init__(self, mask: Bool[np.ndarray, "*#scores"], *, device: ttnn.MeshDevice) -> None:
@@ -168,9 +173,6 @@ class DeviceMask:
                 np.where(hidden, np.float32(MASKED), 0), device=self.device, pad_value=MASKED
             )
         return self._additive
-
-    _additive: Tensor | None = None
-    _shown: Tensor | None = None
 
     @cached_property
     def _empty_rows(self) -> np.ndarray:
@@ -264,7 +266,7 @@ class Mask:
         Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None
     ) = None
     span: Span | None = None
-    q_offset: Int[np.ndarray, " B"] | None = None
+    q_offset: Int[np.ndarray, " #B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Reject a mask that does not fit the scores (B, N, T, S). `find_padding` checks

@@ -196,8 +196,8 @@ class AttentionLayer:
         self.load_weights(self._draw_weights())
 
     def _draw_weights(self) -> dict[str, np.ndarray]:
-        """Draw Xavier-uniform weights, separately for q, k and v; biases and sinks are 0, factors
-        of norms 1.
+        """Draw Xavier-uniform weights, separately for q, k and v; biases and weights that change
+        scores are 0, factors of norms 1.
         """
         shapes = self.full_spec.weight_shapes
         norms = self.full_spec.norms

@@ -122,7 +122,7 @@ def expand_latents(
 
 
 def absorb_keys(
-    q: Float[Array, "B N T H"], kv_b: Float[Array, "kv_rank N*(H+Hv)"], spec: AttentionSpec
+    q: Float[Array, "B N T H"], kv_b: Float[Array, "kv_rank N*(H-rope_dim+Hv)"], spec: AttentionSpec
 ) -> Float[Array, "B N T W"]:
     """Absorb kv_b_proj into queries: their dot products with latents equal the products of q with
     the expanded keys.
@@ -150,7 +150,7 @@ def absorb_keys(
 
 def absorb_values(
     context: Float[Array, "B N T kv_rank"],
-    kv_b: Float[Array, "kv_rank N*(H+Hv)"],
+    kv_b: Float[Array, "kv_rank N*(H-rope_dim+Hv)"],
     spec: AttentionSpec,
 ) -> Float[Array, "B N T Hv"]:
     """Apply the value part of kv_b_proj to weighted sums of latents.

@@ -16,7 +16,7 @@ def relative_position_bias(
     relative_bias: RelativeBias | GridBias,
     seq_len_q: int,
     seq_len_k: int,
-    q_offset: Int[Array, " B"] | None = None,
+    q_offset: Int[Array, " #B"] | None = None,
     *,
     scores_dtype: jnp.dtype,
 ) -> Float[Array, "#B N T S"]:

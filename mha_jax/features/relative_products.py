@@ -20,7 +20,7 @@ def relative_position_products(
     key: Float[Array, "B K S H"],
     relative_products: RelativeProducts | SinusoidProducts,
     learned: Mapping[str, Float[Array, "..."]],
-    q_offset: Int[Array, " B"] | None = None,
+    q_offset: Int[Array, " #B"] | None = None,
 ) -> Float[Array, "B N T S"]:
     """Return the unscaled products of queries and keys with vectors of their distance, in at least
     float32.

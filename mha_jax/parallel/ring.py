@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mha_jax.arrays import Array, at_least_float32
-from mha_jax.kernels.cpu.blocks import BlockSizes, Hidden, Options, Scoring
+from mha_jax.kernels.cpu.blocks import BlockSizes, Hidden, Options, Scoring, finite_shift
 from mha_jax.kernels.cpu.blockwise import gradient_of_sinks, gradients_of_part, sums_of_part
 from mha_jax.masks import Mask
 from mha_jax.scores import Scores
@@ -124,7 +124,14 @@ def attend_to_visitors(
     terms = _Terms(as_bool, bias, mask.key_padding_lengths, sinks, mask.q_offset)  # pyright: ignore[reportArgumentType]
     same = query.shape[2] == key.shape[2] and span is None and as_bool is None and bias is None
     is_halved = mask.is_causal and not is_cached and same and query.shape[2] % 2 == 0
-    options = Options(False, Scoring.of_layer(scores.spec), sizes, is_automatic(query))
+    # Accelerators also go from tile to tile: the ring leaves out tiles that no query sees. Each
+    # pair of parts decides whether it is causal.
+    options = Options(
+        is_causal=False,
+        scoring=Scoring.of_layer(scores.spec),
+        sizes=sizes,
+        at_once=is_automatic(query),
+    )
     if is_cached:
         walks = ()
     else:
@@ -331,7 +338,9 @@ def _sees(plan: _Plan, pair: _Pair) -> Array | None:
 
 
 def _by_sequence(plan: _Plan, function: Callable[..., Any], hidden: Hidden, *arrays: Array) -> Any:
-    """Call a function of masks and arrays, one sequence at a time if XLA partitions sequences."""
+    """Call a function of masks and arrays; under vmap over sequences if XLA partitions them,
+    because it does not partition loops.
+    """
     if not plan.options.at_once:
         return function(hidden, *arrays)
     batch_size = arrays[0].shape[0]
@@ -367,12 +376,13 @@ def _nothing(query: Array, width: int) -> _Sums:
 def _joined(ours: _Sums, theirs: _Sums) -> _Sums:
     """Merge two partial results by their log-sum-exp."""
     largest = jnp.maximum(ours.lse, theirs.lse)
-    shift = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    shift = finite_shift(largest)
     weights = [jnp.exp(x.lse - shift) for x in (ours, theirs)]
     total = sum(weights)
-    total = jnp.where(total == 0.0, 1.0, total)
+    is_empty = total == 0.0  # neither has a visible key
+    total = jnp.where(is_empty, 1.0, total)
     context = (ours.context * weights[0] + theirs.context * weights[1]) / total
-    lse = jnp.where(jnp.isneginf(largest), -jnp.inf, shift + jnp.log(total))
+    lse = jnp.where(is_empty, -jnp.inf, shift + jnp.log(total))
     return _Sums(context, lse)
 
 
@@ -399,6 +409,7 @@ def _sums_of(
 
 
 def _added(plan: _Plan, terms: _Terms, pairs: list[_Pair], sums: _Sums, *arrays: Array) -> _Sums:
+    """Return partial results, joined with the results of some pairs."""
     for pair in pairs:
         old_sums = _Sums(*(_cut(x, pair.rows_at, pair.rows.size) for x in sums))
         joined = _joined(old_sums, _sums_of(plan, terms, pair, *arrays))
@@ -478,12 +489,13 @@ def _joined_by_all(plan: _Plan, sums: _Sums) -> _Sums:
     """Merge the results of all devices, each with its own keys for the same queries."""
     context, lse = sums
     largest = lax.pmax(lse, plan.axis)
-    weights = jnp.exp(lse - jnp.where(jnp.isneginf(largest), 0.0, largest))
+    shift = finite_shift(largest)
+    weights = jnp.exp(lse - shift)
     total = lax.psum(weights, plan.axis)
     is_empty = total == 0.0  # no device has a visible key
     total = jnp.where(is_empty, 1.0, total)
     context = lax.psum(context * weights, plan.axis) / total
-    lse = jnp.where(is_empty, -jnp.inf, largest + jnp.log(total))
+    lse = jnp.where(is_empty, -jnp.inf, shift + jnp.log(total))
     return _Sums(context, lse)
 
 
@@ -501,19 +513,21 @@ def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tupl
     me = lax.axis_index(plan.axis)
 
     def added(pairs: list[_Pair], grads: Any, visitors: Any, gathered: Any) -> Any:
+        """Add the gradients of some pairs."""
         (grad_q, grad_bias), (grad_k, grad_v) = grads, gathered
-        keys = tuple(map(at_least_float32, visitors))
+        keys_and_values = tuple(map(at_least_float32, visitors))
         for pair in pairs:
-            pair_grads = _gradients_of(plan, terms, pair, by_row, keys)
-            grad_q = _put(
-                grad_q, _cut(grad_q, pair.rows_at, pair.rows.size) + pair_grads[0], pair.rows_at
+            of_rows, of_keys, of_values, of_bias = _gradients_of(
+                plan, terms, pair, by_row, keys_and_values
             )
-            grad_k, grad_v = (
-                _put(x, _cut(x, pair.keys_at, pair.keys.size) + part, pair.keys_at)
-                for x, part in zip((grad_k, grad_v), pair_grads[1:3], strict=True)
-            )
+            rows_sum = _cut(grad_q, pair.rows_at, pair.rows.size) + of_rows
+            grad_q = _put(grad_q, rows_sum, pair.rows_at)
+            keys_sum = _cut(grad_k, pair.keys_at, pair.keys.size) + of_keys
+            grad_k = _put(grad_k, keys_sum, pair.keys_at)
+            values_sum = _cut(grad_v, pair.keys_at, pair.keys.size) + of_values
+            grad_v = _put(grad_v, values_sum, pair.keys_at)
             if grad_bias is not None:
-                grad_bias = _add_columns(grad_bias, pair_grads[3], pair)
+                grad_bias = _add_columns(grad_bias, of_bias, pair)
         return (grad_q, grad_bias), (grad_k, grad_v)
 
     def visit(grads: Any, visitors: Any, gathered: Any, source: Array) -> Any:
@@ -521,15 +535,15 @@ def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tupl
             _pairs(plan, terms, source, *lengths, is_local=False), grads, visitors, gathered
         )
 
-    none: Any = tuple(jnp.zeros_like(at_least_float32(x)) for x in (key, value))
+    zero_grads: Any = tuple(jnp.zeros_like(at_least_float32(x)) for x in (key, value))
     grads: Any = (
         jnp.zeros_like(by_row[0]),
         None if terms.bias is None else jnp.zeros_like(terms.bias, jnp.float32),
     )
     grads, local_grads = added(
-        _pairs(plan, terms, me, *lengths, is_local=True), grads, (key, value), none
+        _pairs(plan, terms, me, *lengths, is_local=True), grads, (key, value), zero_grads
     )
-    (grad_q, grad_bias), gathered = _walk(plan, visit, grads, (key, value), none)
+    (grad_q, grad_bias), gathered = _walk(plan, visit, grads, (key, value), zero_grads)
     grad_k, grad_v = jax.tree.map(jnp.add, local_grads, gathered)
     grad_sinks = gradient_of_sinks(terms.sinks, lse, context, cotangent)
     if grad_sinks is not None and plan.is_cached:  # the gradient of all keys, only once
@@ -548,27 +562,27 @@ def _gradients_of(
 ) -> tuple[Any, ...]:
     """Return gradients of the queries, keys, values and bias (if any) of a pair."""
     rows = tuple(_cut(x, pair.rows_at, pair.rows.size) for x in by_row)
-    keys = tuple(_cut(x, pair.keys_at, pair.keys.size) for x in arrays)
+    keys_and_values = tuple(_cut(x, pair.keys_at, pair.keys.size) for x in arrays)
     options = plan.options._replace(is_causal=pair.is_diagonal)
     hidden: Any = _hidden_of(plan, terms, pair)
     if hidden.bias is not None:
         hidden = hidden._replace(bias=at_least_float32(hidden.bias))
 
     def of_sequence(
-        hidden: Hidden, query: Array, cotangent: Array, context: Array, logs: Array, *keys: Array
+        hidden: Hidden, query: Array, cotangent: Array, context: Array, logs: Array, *arrays: Array
     ) -> Any:
-        residuals = (query, *keys, hidden, context, logs)
+        residuals = (query, *arrays, hidden, context, logs)
         *grads, of_hidden = gradients_of_part(options, residuals, cotangent)
         return *grads, of_hidden.bias
 
     def look() -> Any:
-        *grads, of_bias = _by_sequence(plan, of_sequence, hidden, *rows, *keys)
+        *grads, of_bias = _by_sequence(plan, of_sequence, hidden, *rows, *keys_and_values)
         if of_bias is not None and of_bias.shape[0] != hidden.bias.shape[0]:
             of_bias = of_bias.sum(axis=0, keepdims=True)
         return varying((*grads, of_bias), plan.axis)
 
     def nothing() -> Any:
-        like = (rows[0], *keys, hidden.bias)
+        like = (rows[0], *keys_and_values, hidden.bias)
         return jax.tree.map(jnp.zeros_like, like)
 
     sees = _sees(plan, pair)

@@ -210,11 +210,12 @@ class Llama3Scaling(Scaling):
 
     def check(self, theta: float, features: int) -> None:
         super().check(theta, features)
-        fastest = max(1.0 / theta, 1.0)
+        fastest = max(1.0 / theta, 1.0)  # at least the largest frequency
         width = self.high_freq_factor - self.low_freq_factor
-        # Each intermediate result of `frequencies` is at most one of these.
-        largest = max(self.original_length, self.high_freq_factor) * fastest / min(width, 1.0)
-        largest *= fastest / min(self.factor, 1.0)
+        # Each intermediate result of `frequencies` is at most one of these. It multiplies a share
+        # of the ramp by a frequency.
+        largest_share = max(self.original_length, self.high_freq_factor) * fastest / min(width, 1.0)
+        largest = largest_share * fastest / min(self.factor, 1.0)
         longest = max(2 * math.pi * theta, self.original_length / self.low_freq_factor)
         if width < LEAST_FACTOR or max(largest, longest) > LARGEST_FACTOR:
             self._reject_range(theta)

@@ -12,7 +12,7 @@ def alibi_bias(
     slopes: tuple[float, ...],
     seq_len_q: int,
     seq_len_k: int,
-    q_offset: Int[Tensor, " B"] | None = None,
+    q_offset: Int[Tensor, " #B"] | None = None,
     *,
     scores_dtype: torch.dtype,
     device: torch.device | str | None = None,

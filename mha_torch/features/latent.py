@@ -127,7 +127,9 @@ def expand_latents(
 
 
 def absorb_keys(
-    q: Float[Tensor, "B N T H"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
+    q: Float[Tensor, "B N T H"],
+    kv_b: Float[Tensor, "N*(H-rope_dim+Hv) kv_rank"],
+    spec: AttentionSpec,
 ) -> Float[Tensor, "B N T W"]:
     """Absorb kv_b_proj into queries: their dot products with latents equal the products of q with
     the expanded keys.
@@ -154,7 +156,7 @@ def absorb_keys(
 
 def absorb_values(
     context: Float[Tensor, "B N T kv_rank"],
-    kv_b: Float[Tensor, "N*(H+Hv) kv_rank"],
+    kv_b: Float[Tensor, "N*(H-rope_dim+Hv) kv_rank"],
     spec: AttentionSpec,
 ) -> Float[Tensor, "B N T Hv"]:
     """Apply the value part of kv_b_proj to weighted sums of latents.

@@ -13,7 +13,7 @@ def relative_position_bias(
     relative_bias: RelativeBias | GridBias,
     seq_len_q: int,
     seq_len_k: int,
-    q_offset: Int[Tensor, " B"] | None = None,
+    q_offset: Int[Tensor, " #B"] | None = None,
     *,
     scores_dtype: torch.dtype,
 ) -> Float[Tensor, "#B N T S"]:

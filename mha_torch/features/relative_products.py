@@ -19,7 +19,7 @@ def relative_position_products(
     key: Float[Tensor, "B K S H"],
     relative_products: RelativeProducts | SinusoidProducts,
     learned: Mapping[str, Float[Tensor, "..."]],
-    q_offset: Int[Tensor, " B"] | None = None,
+    q_offset: Int[Tensor, " #B"] | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Return the unscaled products of queries and keys with vectors of their distance, in at least
     float32.

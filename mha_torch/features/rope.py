@@ -91,6 +91,7 @@ def _frequencies(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtyp
     """
     scaling = rope.scaling
     frequencies = constant(rope.frequencies(head_dim), positions, dtype)[None]
+    # Without tokens there is no largest position.
     if not isinstance(scaling, (DynamicScaling, LongRopeScaling)) or not positions.shape[-1]:
         return frequencies
     # The largest position of each sequence, also with sections.

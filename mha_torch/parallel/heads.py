@@ -304,7 +304,7 @@ class _Layer(ParallelStyle):
             own = {
                 name: once(x)
                 if name in ("x", "query", "key", "value")
-                else _given(name, x, device_mesh, module.full_spec)
+                else _local_argument(name, x, device_mesh, module.full_spec)
                 for name, x in named.items()
             }
             return tuple(once(x) for x in inputs), own
@@ -425,18 +425,17 @@ def _entered(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-def _given(name: str, x: Any, mesh: DeviceMesh, spec: AttentionSpec) -> Any:
+def _local_argument(name: str, x: Any, mesh: DeviceMesh, spec: AttentionSpec) -> Any:
     """Return an argument other than tokens: the local heads of a distributed mask or bias."""
     if not isinstance(x, DTensor):
         return x
     is_by_heads = name in ("mask", "bias") and x.ndim > 2 and x.shape[-3] == spec.num_heads
     if is_by_heads:
-        placement = Shard(x.ndim - 3)
+        placement = gradient = Shard(x.ndim - 3)
     else:
         placement = Replicate()
-    return x.redistribute(mesh, [placement]).to_local(
-        grad_placements=[placement if is_by_heads else Partial()]
-    )
+        gradient = Partial()
+    return x.redistribute(mesh, [placement]).to_local(grad_placements=[gradient])
 
 
 # ---- Validation ----------------------------------------------------------------------------------

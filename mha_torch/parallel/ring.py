@@ -2,7 +2,8 @@
 
 Each rank merges the partial results for its queries by their log-sum-exp. With causality, ranks
 first exchange halves, so that rank i of n works on halves i and 2 n - 1 - i and all have equal work
-(zigzag). Fully masked blocks are skipped, and a window ends the ring early.
+(zigzag). Fully masked blocks are skipped, and chunks or a causal window may end the ring early. A
+window without causality also needs the keys of the next rank, which arrive last.
 
 Source: Ring Attention, arXiv:2310.01889; zigzag order as in Llama 3, arXiv:2407.21783, section
 3.3.2.
@@ -184,9 +185,9 @@ class _Ring:
 
     def steps(self) -> int:
         """Return the number of times that parts are passed on: until no rank needs another one."""
-        if self.hidden.span is None:
-            return self.tokens.num_parts - 1
         size = self.tokens.num_parts
+        if self.hidden.span is None:
+            return size - 1
         far = (
             (rank - source) % size
             for rank in range(size)

@@ -16,8 +16,8 @@ from ttnn import Tensor
 
 from mha_spec import InputError, InputTypeError
 from mha_spec.rules import check_not_written_over
-from mha_tt.cache import KVCache
-from mha_tt.checks import check_count, check_lengths
+from mha_tt.cache import KVCache, check_new_cache
+from mha_tt.checks import check_count, check_dtype, check_lengths
 from mha_tt.device import upload_integers, zeros
 from mha_tt.layout import TILE, round_up
 
@@ -114,29 +114,49 @@ class PagedKVCache(KVCache):
         )
 
 
-def paged(cache: KVCache, page_size: int) -> PagedKVCache:
-    """Return an empty paged cache like an empty `KVCache`, with the pages of each sequence in a
-    row.
+def init_paged_cache(
+    batch_size: int,
+    num_kv_heads: int,
+    capacity: int,
+    head_dim: int,
+    dtype: ttnn.DataType,
+    *,
+    value_head_dim: int,
+    page_size: int,
+    device: ttnn.MeshDevice,
+) -> PagedKVCache:
+    """Return an empty paged cache, with consecutive pages for each sequence.
+
+    Args:
+        batch_size: number of sequences, B, at least 1.
+        num_kv_heads, capacity, head_dim, value_head_dim: see `init_cache`.
+        dtype: dtype of keys and values: `ttnn.bfloat16` or `ttnn.bfloat8_b`.
+        page_size: slots per page, whole tiles.
+        device: device of the cache.
 
     Raises:
-        TypeError: if the size is not an integer, or the cache is float32, which paged kernels do
-            not support.
-        ValueError: if the size is not whole tiles, or there are no sequences.
+        TypeError: if a size is not an integer, or the dtype is one that paged kernels do not
+            support.
+        ValueError: if a size is below 1, the page is not whole tiles, or there are more than 32
+            heads.
     """
     check_count("page_size", page_size)
     if page_size % TILE:
         raise InputError("page_size", f"be whole tiles of {TILE} slots", page_size=page_size)
-    if cache.keys.dtype == ttnn.float32:
+    check_count("batch_size", batch_size)
+    check_new_cache(num_kv_heads, capacity, head_dim, value_head_dim)
+    check_dtype("dtype", dtype)
+    if dtype == ttnn.float32:
         raise InputTypeError("dtype", "be bfloat16 or bfloat8_b for a paged cache", "dtype=float32")
-    check_count("batch_size", len(cache.lengths))
-    pages = in_order(len(cache.lengths), round_up(cache.capacity, page_size) // page_size)
-    device = cache.keys.device()
-    keys, values = (
-        zeros((pages.size, x.shape[1], page_size, x.shape[3]), x.dtype, device)
-        for x in cache.slots.values()
-    )
+    pages = in_order(batch_size, round_up(capacity, page_size) // page_size)
+    shape = (pages.size, num_kv_heads, page_size)
     return PagedKVCache(
-        keys, values, cache.lengths, cache.capacity, pages, upload_integers(pages, device=device)
+        keys=zeros((*shape, round_up(head_dim)), dtype, device),
+        values=zeros((*shape, round_up(value_head_dim)), dtype, device),
+        lengths=np.zeros(batch_size, np.int32),
+        capacity=capacity,
+        pages=pages,
+        page_table=upload_integers(pages, device=device),
     )
 
 

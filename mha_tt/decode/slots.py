@@ -84,7 +84,9 @@ def first_slots(slots: Tensor, count: int, pages: Int[np.ndarray, "B P"] | None)
 
 
 def one_core_each(count: int, rows: int, width: int, device: ttnn.MeshDevice) -> ttnn.MemoryConfig:
-    """Return the memory layout that puts the rows of each sequence on its own core."""
+    """Return the memory layout of `count` sequences that puts the rows of each, (rows, width), on
+    its own core.
+    """
     return ttnn.create_sharded_memory_config(
         (rows, width),
         core_grid=ttnn.num_cores_to_corerangeset(

@@ -254,6 +254,7 @@ def _divided(x: Tensor, num_tiles: int, tiles_per_core: int) -> dict[str, Any]:
         "program_config": ttnn.MatmulMultiCoreReuseMultiCast1DProgramConfig(
             compute_with_storage_grid_size=grid,
             in0_block_w=largest_divisor(round_up(x.shape[3]) // TILE, INPUT_BLOCK),
+            # One row of tiles: at most a tile of sequences.
             out_subblock_h=1,
             out_subblock_w=largest_divisor(tiles_per_core, SUBBLOCK),
             per_core_M=1,
@@ -271,7 +272,9 @@ def _heads(
     rotation: Rotation | None,
     are_sharded: bool,
 ) -> tuple[Float[Tensor, "1 B N P"], tuple[Float[Tensor, "1 B K P"], Float[Tensor, "1 B K P"]]]:
-    """Return rotated queries, keys and values, with one core per sequence."""
+    """Clip packed features and split them into heads, with one core per sequence; rotate queries
+    and keys.
+    """
     if spec.clip_qkv is not None:
         packed = ttnn.clamp(packed, -spec.clip_qkv, spec.clip_qkv)
     q, k, v = ttnn.experimental.nlp_create_qkv_heads_decode(

@@ -10,7 +10,7 @@ def alibi_bias(
     slopes: tuple[float, ...],
     seq_len_q: int,
     seq_len_k: int,
-    q_offset: Int[np.ndarray, " B"] | None = None,
+    q_offset: Int[np.ndarray, " #B"] | None = None,
     *,
     scores_dtype: type[np.floating],
 ) -> Float[np.ndarray, "#B N T S"]:

@@ -188,7 +188,9 @@ def expand_latents(
     return keys, kv[:, :, :, unshared_features:]
 
 
-def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpec) -> HeadWeights:
+def weights_of_heads(
+    kv_b: Float[Tensor, "kv_rank N*(H-rope_dim+Hv)"], spec: AttentionSpec
+) -> HeadWeights:
     """Split the weight of kv_b_proj for `absorb_keys` and `absorb_values`.
 
     Raises:
@@ -205,7 +207,7 @@ def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpe
 
 def absorb_keys(
     q: Float[Tensor, "B N T H"],
-    kv_b: Float[Tensor, "kv_rank N*(H+Hv)"] | HeadWeights,
+    kv_b: Float[Tensor, "kv_rank N*(H-rope_dim+Hv)"] | HeadWeights,
     spec: AttentionSpec,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
@@ -243,7 +245,7 @@ def absorb_keys(
 
 def absorb_values(
     context: Float[Tensor, "B N T kv_rank"],
-    kv_b: Float[Tensor, "kv_rank N*(H+Hv)"] | HeadWeights,
+    kv_b: Float[Tensor, "kv_rank N*(H-rope_dim+Hv)"] | HeadWeights,
     spec: AttentionSpec,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,

@@ -17,7 +17,7 @@ def relative_position_bias(
     relative_bias: RelativeBias | GridBias,
     seq_len_q: int,
     seq_len_k: int,
-    q_offset: Int[np.ndarray, " B"] | None = None,
+    q_offset: Int[np.ndarray, " #B"] | None = None,
     *,
     scores_dtype: ttnn.DataType,
 ) -> Float[Tensor, "#B N T S"]:

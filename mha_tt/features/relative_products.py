@@ -23,7 +23,7 @@ def relative_position_products(
     key: Float[Tensor, "B K S H"],
     relative_products: RelativeProducts | SinusoidProducts,
     learned: Mapping[str, Float[Tensor, "..."]],
-    q_offset: Int[np.ndarray, " B"] | None = None,
+    q_offset: Int[np.ndarray, " #B"] | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:

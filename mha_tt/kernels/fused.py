@@ -88,6 +88,7 @@ class FusedAttention:
         if 0 in (batch_size, seq_len_q, seq_len_k):
             return zeros(tuple(query.shape), query.dtype, device)
         hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device)
+        # A mask [[False]] is causal for one token, but may be broadcast to more.
         is_causal = (
             hidden is not None and hidden.is_causal and hidden.shape[2] == seq_len_q == seq_len_k
         )
@@ -173,7 +174,7 @@ def attend_to_cache(
         keys, values: cache, (B, K, S, H), bfloat16 or bfloat8_b, S whole tiles; or with a page
             table (pages, K, slots per page, H).
         last_positions: last slot that each sequence attends to, (B,), on the host; or on the
-            device, int32, unchecked.
+            device, int32, where their values are not checked.
         spec: layer of these heads: scale and sinks; default: the scale 1 / sqrt(H).
         page_table: pages of each sequence, in order, (B, P), int32, on the device.
         learned: weights of the layer that change scores, see `Scores`: `sinks` (1, N, 1, 1), or the
@@ -456,14 +457,16 @@ def check_cached_step(
         )
     batch_size = keys.shape[0]
     capacity = keys.shape[2]
+    shapes = {"query.shape": tuple(query.shape), "keys.shape": tuple(keys.shape)}
     if page_table is not None:
         batch_size = page_table.shape[0]
         capacity = page_table.shape[1] * keys.shape[2]
+        shapes["page_table.shape"] = tuple(page_table.shape)
     if (query.shape[0], query.shape[1], query.shape[3]) != (1, batch_size, keys.shape[3]):
         raise InputError(
             "query",
             "have shape (1, B, N, H) with the batch size and features of the cache",
-            {"query.shape": tuple(query.shape), "keys.shape": tuple(keys.shape)},
+            shapes,
         )
     check_head_groups(query.shape[2], keys.shape[1])
     if keys.shape[2] % TILE:

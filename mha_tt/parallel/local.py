@@ -37,7 +37,7 @@ def local_weights(
     local = {}
     for name, weight in weights.items():
         axis, count, heads = _place_of(name, spec, size, chip)
-        if name == OUT_BIAS and spec.out_proj:
+        if name == OUT_BIAS:
             if chip == 0:
                 local[name] = weight
             else:
@@ -63,7 +63,8 @@ def whole_weights(
     for name, shape in spec.weight_shapes.items():
         chip_weights = [part[name] for part in parts]
         axis, count, _ = _place_of(name, spec, len(parts), 0)
-        if axis is None or name == OUT_BIAS:
+        # The bias of out_proj is whole on the first chip.
+        if axis is None:
             whole[name] = chip_weights[0]
             continue
         by_heads = np.empty(
@@ -71,6 +72,7 @@ def whole_weights(
         )
         for chip, weight in enumerate(chip_weights):
             _, _, heads = _place_of(name, spec, len(parts), chip)
+            # Chips that share a head have equal weights of it.
             index = (slice(None),) * axis + (heads,)
             by_heads[index] = weight.reshape(*shape[:axis], len(heads), -1, *shape[axis + 1 :])
         whole[name] = by_heads.reshape(shape)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mha_spec import InputError, InputTypeError
-from mha_spec.errors import _each, _setting, _value
+from mha_spec.errors import _as_alternatives, _setting, _value
 
 
 class Rejects:
@@ -78,7 +78,7 @@ class Rejects:
         assert self.where in input_error.where, str(input_error)
         assert self.hint in input_error.hint, str(input_error)
         assert not self.remedy or any(
-            self.remedy.items() <= remedy.items() for remedy in _each(input_error.remedy)
+            self.remedy.items() <= remedy.items() for remedy in _as_alternatives(input_error.remedy)
         ), str(input_error)
         if isinstance(self.got, str):
             shown = input_error.got if isinstance(input_error.got, str) else str(input_error.got)

@@ -116,7 +116,7 @@ OTHER_DEFAULTS = {  # accepted by the fused kernels; the others have float32
 
 OTHER_AXES = {
     # torch keeps weights as (out, in), the others as (in, out)
-    "kv_rank N*(H+Hv)": "N*(H+Hv) kv_rank",
+    "kv_rank N*(H-rope_dim+Hv)": "N*(H-rope_dim+Hv) kv_rank",
     "1 N 1 1": " N",  # on a Tenstorrent device sinks have the axes of scores
 }
 
@@ -237,6 +237,7 @@ EXTRA_NAMES = {
         "check_finite",  # weights are read before they are uploaded,
         # writing into a cache precedes any other sign that it belongs to another layer,
         "check_cache_holds",
+        "check_new_cache",  # pages are a kind of cache
         "check_cached_step",  # and one new token per sequence has its own kernel
         "Cache.next_positions",  # counted on the device
         *WRITTEN_OVER,

@@ -502,12 +502,32 @@ def test_mutant_continues_with_new_tiers(mutants, monkeypatch):
     )
     result = mutants.Result("m.py:1:0", "edit")
     tree.test(result, None, mutants.SUITES[0], lines)
-    assert (runs, result.omitted, result.passed) == ([["a", "b"]], 1, ["short"])
-    assert result.is_final(["short"])
-    assert not result.is_final(mutants.TIERS)
+    assert (runs, result.omitted, result.passed) == ([["a", "b"]], 1, ["main short"])
+    assert result.is_final(["main short"])
+    assert not result.is_final(["main short", "main thorough"])
     lines.tiers.append("thorough")
     tree.test(result, None, mutants.SUITES[0], lines)
     assert (runs[1:], result.omitted, result.found) == ([["d"]], 1, "")
+
+
+def test_mutant_may_run_in_both_suites(mutants):
+    """A mutant of parity runs in the main environment, and in that of tt if tests there reach it;
+    each sibling's mutants run in one environment.
+    """
+    mutant = next(mutants.mutants_of("parity/measure/backends/tt.py"))
+    reached = types.SimpleNamespace(reached={mutant.id})
+    nothing = types.SimpleNamespace(reached=set())
+
+    def names(mutant, **maps):
+        return [suite.name for suite in mutants._suites_of(mutant, maps)]
+
+    assert names(mutant, main=nothing, tt=reached) == ["main", "tt"]
+    assert names(mutant, main=nothing, tt=nothing) == ["main"]
+    of_torch = next(mutants.mutants_of("mha_torch/mha.py"))
+    of_tt = next(mutants.mutants_of("mha_tt/mha.py"))
+    everything = types.SimpleNamespace(reached={of_torch.id, of_tt.id})
+    assert names(of_torch, main=everything, tt=everything) == ["main"]
+    assert names(of_tt, main=everything, tt=everything) == ["tt"]
 
 
 def test_unmapped_mutant_raises(mutants, tmp_path, monkeypatch):

@@ -30,8 +30,8 @@ class BlockSizes:
         most_scores: number of scores up to which an accelerator may store them, 128 MiB in float32.
         queries: queries per block; twice as many if all attend to the same keys.
         keys: keys per block; the scores of a block fit the caches of two cores.
-        last_keys: keys of the last few blocks of a cache, small to read few empty slots; at most
-            `keys`.
+        last_keys: keys of the last few blocks of a cache, small to read few empty slots; `keys` if
+            that is smaller.
         heads_side_by_side: heads of a cache that are read in parallel, each by one core if there
             are enough.
     """
@@ -51,8 +51,8 @@ class BlockSizes:
 
 
 FEW_BLOCKS, MOST_BLOCKS = 8, 16
-"""Numbers of blocks of queries: up to the first each is compiled separately on a CPU, up to the
-second elsewhere.
+"""Maximum number of blocks of queries that are compiled one by one, which bounds the time to
+compile: on a CPU, where more are a loop, and elsewhere, where longer sequences have larger blocks.
 """
 
 
@@ -80,7 +80,7 @@ class Scoring(NamedTuple):
             return scores
         return self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
-    def slope(self, scores: Array) -> Array | float:
+    def derivative_of_cap(self, scores: Array) -> Array | float:
         """Return the derivative of the cap at capped values."""
         if self.soft_cap is None:
             return 1.0
@@ -174,7 +174,7 @@ class Sums(NamedTuple):
         largest = scores.max(axis=-1, keepdims=True)
         shift = largest
         if may_be_empty:
-            shift = _finite_shift(largest)
+            shift = finite_shift(largest)
         exponentials = jnp.exp(scores - shift)
         return cls(
             largest,
@@ -185,7 +185,7 @@ class Sums(NamedTuple):
     def join(self, other: "Sums") -> "Sums":
         """Return the sums over both."""
         largest = jnp.maximum(self.largest, other.largest)
-        shift = _finite_shift(largest)
+        shift = finite_shift(largest)
         ours = jnp.exp(self.largest - shift)
         theirs = jnp.exp(other.largest - shift)
         return Sums(
@@ -207,7 +207,7 @@ class Sums(NamedTuple):
         )
 
 
-def _finite_shift(largest: Array) -> Array:
+def finite_shift(largest: Array) -> Array:
     """Return what to subtract from scores: the largest, or 0 if all are -inf."""
     # exp(-inf) is 0, but exp(-inf + inf) is NaN.
     return jnp.where(jnp.isneginf(largest), 0.0, largest)
@@ -216,14 +216,17 @@ def _finite_shift(largest: Array) -> Array:
 def place_in(
     x: Array, starts: Sequence[Array | int], sizes: Sequence[int]
 ) -> tuple[list[Array], list[int]]:
-    """Return the start and size of a block of x, whose axes of size 1 are broadcast."""
-    return (
-        [
-            jnp.asarray(0 if of == 1 else start, jnp.int32)
-            for start, of in zip(starts, x.shape, strict=True)
-        ],
-        [min(size, of) for size, of in zip(sizes, x.shape, strict=True)],
-    )
+    """Return the starts and sizes of a block of x, as for `lax.dynamic_slice`; axes of size 1 are
+    broadcast.
+    """
+    starts_in_x = []
+    sizes_in_x = []
+    for start, size, size_of_x in zip(starts, sizes, x.shape, strict=True):
+        first = 0 if size_of_x == 1 else start
+        # `dynamic_slice` needs one dtype, and an integer of Python may be int64.
+        starts_in_x.append(jnp.asarray(first, jnp.int32))
+        sizes_in_x.append(min(size, size_of_x))
+    return starts_in_x, sizes_in_x
 
 
 class Tile(NamedTuple):
@@ -371,33 +374,22 @@ class Blocks:
         carry.
         """
         size = self.block_queries
-        num_blocks = self.seq_len_q // self.block_queries
+        num_blocks = self.seq_len_q // size
         num_within = min(num_blocks, self.seq_len_k // size)
         parts = []
-        # XLA compiles each of a few blocks, and may compute two at a time. A host would wait for
-        # loops over keys whose number of rounds depends on the block.
-        is_static = self.at_once or num_blocks <= FEW_BLOCKS
-        for i in range(num_blocks if is_static else 0):
-            results, carry = function(Rows(i, i * size, size, i < num_within), carry)
-            parts.append(results)
-        # More blocks are a loop, which compiles once. It has two at a time, because some steps use
-        # one core.
-        for first, stop in () if is_static else ((0, num_within), (num_within, num_blocks)):
-
-            def step(carry: Any, i: Array, is_within: bool = stop <= num_within) -> tuple[Any, Any]:
-                results, carry = function(Rows(i, i * size, size, is_within), carry)
-                return carry, results
-
-            if stop > first:
-                carry, blocks = lax.scan(
-                    step, carry, jnp.arange(first, stop, dtype=jnp.int32), unroll=2
-                )
-                parts.append(
-                    jax.tree.map(
-                        lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]),
-                        blocks,
-                    )
-                )
+        # XLA compiles each of a few blocks, and may compute two at a time. Accelerators always have
+        # few: their host would wait for loops over keys whose number of rounds depends on the
+        # block.
+        if self.at_once or num_blocks <= FEW_BLOCKS:
+            for i in range(num_blocks):
+                results, carry = function(Rows(i, i * size, size, i < num_within), carry)
+                parts.append(results)
+        else:
+            for first, stop in ((0, num_within), (num_within, num_blocks)):
+                if stop > first:
+                    is_within = stop <= num_within
+                    results, carry = self._loop_over_rows(function, first, stop, is_within, carry)
+                    parts.append(results)
         if self.seq_len_q % size:
             rows = Rows(
                 num_blocks,
@@ -408,6 +400,32 @@ class Blocks:
             results, carry = function(rows, carry)
             parts.append(results)
         return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *parts), carry
+
+    def _loop_over_rows(
+        self,
+        function: Callable[[Rows, Any], tuple[Any, Any]],
+        first: int,
+        stop: int,
+        is_within: bool,
+        carry: Any,
+    ) -> tuple[Any, Any]:
+        """Return the results of a function for a range of blocks of queries, (P, G, t, ·), and the
+        final carry, by a loop, which compiles once.
+        """
+        size = self.block_queries
+
+        def step(carry: Any, i: Array) -> tuple[Any, Any]:
+            results, carry = function(Rows(i, i * size, size, is_within), carry)
+            return carry, results
+
+        blocks = jnp.arange(first, stop, dtype=jnp.int32)
+        # Two at a time, because some steps use one core.
+        carry, results = lax.scan(step, carry, blocks, unroll=2)
+        # (blocks, P, G, size, ·) to (P, G, blocks * size, ·).
+        joined = jax.tree.map(
+            lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]), results
+        )
+        return joined, carry
 
     def over_keys(
         self, add: Callable[[Any, Keys], Any], nothing: Any, zeros: Any, tile: Tile, rows: Rows
@@ -472,29 +490,31 @@ class Blocks:
         causality.
         """
         first = 0
-        last = num_blocks
+        stop = num_blocks
         # Devices would have to agree on the blocks to skip, and a host to wait for them.
         if self.at_once:
-            return first, last
+            return first, stop
         if self.visible_by_mask is not None:
-            first_visible, last_visible = (
+            first_visible, stop_visible = (
                 tile.part(x)[..., rows.number] for x in self.visible_by_mask
             )
             first = first_visible.min()
-            last = jnp.minimum(last, last_visible.max())
+            stop = jnp.minimum(stop, stop_visible.max())
         for visible in (self.visible_by_segment, self.visible_between):
             if visible is not None:
-                first_visible, last_visible = (
+                first_visible, stop_visible = (
                     x[0 if x.shape[0] == 1 else tile.sequence, rows.number] for x in visible
                 )
                 first = jnp.maximum(first, first_visible)
-                last = jnp.minimum(last, last_visible)
+                stop = jnp.minimum(stop, stop_visible)
         if self.hidden.lengths is not None:
-            last = jnp.minimum(last, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
-        return first, last
+            stop = jnp.minimum(stop, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
+        return first, stop
 
     def blocks_of_mask(self, mask: Array) -> tuple[Array, Array]:
-        """Return the range of key blocks that the mask leaves each block of queries."""
+        """Return the range of key blocks that the mask leaves each block of queries, (B or 1, K or
+        1, blocks).
+        """
         is_visible = (~mask).any(axis=2)  # (B, K, T, S), any of these axes may be 1
         if is_visible.shape[2] > 1:
             is_visible = self._in_blocks(is_visible, 2, self.block_queries).any(axis=3)
@@ -505,8 +525,8 @@ class Blocks:
         return self._ends(self._in_blocks(is_visible, 3, self.block_keys).any(axis=4))
 
     def blocks_between(self, first: Array, stop: Array) -> tuple[Array, Array]:
-        """Return the range of key blocks of the keys between `first` and `stop` of each query
-        block, (B or 1, rows).
+        """Return the range of key blocks, (B or 1, blocks), between the `first` and `stop` keys of
+        the queries of each block, (B or 1, T).
         """
         first, stop = (self._in_blocks(x, 1, self.block_queries) for x in (first, stop))
         first_block = jnp.maximum(first.min(axis=2), 0) // self.block_keys
@@ -514,7 +534,7 @@ class Blocks:
         return first_block, stop_block
 
     def blocks_of_segments(self, query_ids: Array, key_ids: Array) -> tuple[Array, Array]:
-        """Return the range of key blocks whose ids may equal some of each query block, (B, rows).
+        """Return the range of key blocks whose ids may equal some of each query block, (B, blocks).
 
         Only the smallest and largest ids are compared; `scores` hides the other keys.
         """
@@ -569,7 +589,8 @@ class Blocks:
     ) -> tuple[Array, Array | float, Array | None]:
         """Scores of a block, -inf where a key is hidden, (P, G t, s) or (P, s, G t).
 
-        Also return the derivative of the scores by the products, and the hidden keys, if any.
+        Also return the derivative of the scores with respect to the scaled products, and the hidden
+        keys, if any.
         """
         if by_key:
             axes = "psh,pth->pst"
@@ -579,7 +600,7 @@ class Blocks:
         scores = self.scoring.capped(
             jnp.einsum(axes, *((k_block, q_rows) if by_key else (q_rows, k_block)))
         )
-        slope = self.scoring.slope(scores)
+        derivative = self.scoring.derivative_of_cap(scores)
 
         def arrange(x: Array) -> Array:  # of (b or 1, k or 1, G or 1, t or 1, s or 1)
             x = jnp.broadcast_to(x, (*tile.shape, self.group_size, rows.size, keys.size))
@@ -605,6 +626,7 @@ class Blocks:
             parts.append((key_positions < first) | (key_positions >= stop))
         if self.is_causal and not keys.is_clear:
             # On the diagonal all blocks have the same mask, which compiles to a constant.
+            # `over_keys` then passes the same object; traced positions cannot be compared.
             if keys.begin is rows.begin:
                 of_keys, of_rows = (jnp.arange(x.size, dtype=jnp.int32) for x in (keys, rows))
                 parts.append(of_keys.reshape(1, 1, 1, 1, -1) > of_rows.reshape(1, 1, 1, -1, 1))
@@ -619,9 +641,9 @@ class Blocks:
         if keys.first is not None and self.seq_len_k % self.block_keys:
             parts.append(key_positions < keys.first)
         if not parts:
-            return scores, slope, None
+            return scores, derivative, None
         is_hidden = arrange(reduce(jnp.logical_or, parts))
-        return jnp.where(is_hidden, -jnp.inf, scores), slope, is_hidden
+        return jnp.where(is_hidden, -jnp.inf, scores), derivative, is_hidden
 
     def add_to_bias(
         self, grad: Array, grad_scores: Array, tile: Tile, rows: Rows, keys: Keys

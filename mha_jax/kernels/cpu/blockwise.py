@@ -37,6 +37,7 @@ from mha_jax.kernels.cpu.blocks import (
     Scoring,
     Sums,
     Tile,
+    place_in,
 )
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.scores import Scores
@@ -221,7 +222,7 @@ def gradients_of_part(
                 grad_rows, grad_k, grad_v, grad_bias = grads
                 # Keys before queries: then one instead of two of the next products needs a
                 # transposed array.
-                scores, slope, is_hidden = blocks.scores(
+                scores, derivative, is_hidden = blocks.scores(
                     q_rows, keys.of(k), tile, rows, keys, by_key=True
                 )
                 attn_weights = jnp.exp(scores - logs)
@@ -230,7 +231,7 @@ def gradients_of_part(
                 )
                 if is_hidden is not None:  # products with hidden values may overflow
                     grad_scores = zero_where(grad_scores, is_hidden)
-                grad_products = grad_scores * slope
+                grad_products = grad_scores * derivative
                 grad_block = jnp.einsum("psh,pst->pht", keys.of(k), grad_products).swapaxes(1, 2)
                 return (
                     grad_block if grad_rows is None else grad_rows + grad_block,
@@ -329,97 +330,170 @@ def _attend_to_filled_slots(
     learned: Mapping[str, Array],
     bias: Array | None,
 ) -> Array:
+    """Attend a few heads at a time, with loops over the blocks of slots that any of them sees."""
     spec, span, sizes, _ = options
     scoring = Scoring.of_layer(spec)
-    sinks = learned.get("sinks")
-    last_keys = min(sizes.last_keys, sizes.keys)
     batch_size, num_kv_heads, capacity, _ = keys.shape
     num_heads = batch_size * num_kv_heads
     group_size = query.shape[1] // num_kv_heads
-    # (B K, G, H).
     queries = at_least_float32(query.reshape(num_heads, group_size, -1)) * scoring.scale
+    sinks = learned.get("sinks")
+    if sinks is not None:
+        sinks = sinks.reshape(num_kv_heads, group_size, 1)
+    if bias is not None:
+        bias = bias.reshape(num_heads, group_size, capacity)
+    filled = _FilledSlots(queries, keys, values, last_positions, sinks, bias, scoring, span, sizes)
+    # Heads of one sequence, which see the same slots; with one head each, several sequences.
+    if num_kv_heads > 1:
+        num_together = num_kv_heads
+    else:
+        num_together = batch_size
+    together = math.gcd(num_together, sizes.heads_side_by_side)
+    heads = jnp.arange(num_heads, dtype=jnp.int32).reshape(-1, together)
+    contexts = lax.map(filled.attend, heads)
+    return contexts.reshape(*query.shape[:3], values.shape[3]).astype(query.dtype)
 
-    def block(x: Array, head: Array, begin: Array, size: int) -> Array:
-        # Slice the cache without reshaping: XLA would copy all of a reshaped one.
-        place = (head // num_kv_heads, head % num_kv_heads, begin, 0)
-        x = lax.dynamic_slice(
-            x, [jnp.asarray(i, jnp.int32) for i in place], (1, 1, size, x.shape[3])
-        )
-        return at_least_float32(x[0, 0])
 
-    def attend_side_by_side(heads: Array) -> Array:
-        last_of_heads = last_positions[heads // num_kv_heads]
-        if span is None:
-            first_of_heads = jnp.zeros_like(last_of_heads)
+class _FilledSlots(NamedTuple):
+    """The work of a step with a cache of which only filled slots are read.
+
+    Attributes:
+        queries: scaled queries of all key/value heads, (B K, G, H).
+        keys, values: the cache, (B, K, S, ·).
+        last_positions: last visible slot of each sequence, (B,).
+        sinks: (K, G, 1), or None.
+        bias: (B K, G, S), or None.
+    """
+
+    queries: Array
+    keys: Array
+    values: Array
+    last_positions: Array
+    sinks: Array | None
+    bias: Array | None
+    scoring: Scoring
+    span: Span | None
+    sizes: BlockSizes
+
+    def attend(self, heads: Array) -> Array:
+        """Return the contexts of some of the B K heads, (heads, G, Hv)."""
+        _, num_kv_heads, capacity, _ = self.keys.shape
+        shape = (len(heads), self.queries.shape[1])
+        last_visible = self.last_positions[heads // num_kv_heads]
+        if self.span is None:
+            first_visible = jnp.zeros_like(last_visible)
         else:
-            first_of_heads = span.first(last_of_heads)
-        first_visible = first_of_heads[:, None]
-        last_visible = last_of_heads[:, None]
-        # Range of slots.
-        first_visible_slot = jnp.maximum(first_of_heads.min(), 0)
-        filled = last_of_heads.max() + 1
-        num_large = filled // sizes.keys
-        filled_large = num_large * sizes.keys
-        num_small = -((filled_large - filled) // last_keys)
-        first_large = jnp.minimum(first_visible_slot // sizes.keys, num_large)
-        first_small = jnp.maximum(first_visible_slot - filled_large, 0) // last_keys
-
-        def over_blocks(add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
-            def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
-                first = after + i * size
-                # The last may overlap another.
-                return add(carry, first, jnp.minimum(first, capacity - size), size)
-
-            carry = lax.fori_loop(
-                first_large, num_large, partial(step, after=0, size=sizes.keys), carry
-            )
-            return lax.fori_loop(
-                first_small, num_small, partial(step, after=filled_large, size=last_keys), carry
-            )
+            first_visible = self.span.first(last_visible)
+        blocks = _SlotBlocks.between(first_visible, last_visible, self.sizes, capacity)
 
         def put_scores(scores: Array, _: Array, begin: Array, size: int) -> Array:
+            # Slots of two blocks get the same scores twice.
             products = [
-                jnp.einsum("gh,sh->gs", queries[head], block(keys, head, begin, size))
+                jnp.einsum(
+                    "gh,sh->gs", self.queries[head], self._block(self.keys, head, begin, size)
+                )
                 for head in heads
             ]
             return lax.dynamic_update_slice_in_dim(scores, jnp.stack(products), begin, axis=2)
 
+        scores = blocks.over(put_scores, jnp.zeros_like(self.queries, shape=(*shape, capacity)))
+        attn_weights = self._weights(scores, heads, first_visible[:, None], last_visible[:, None])
+
         def add_values(context: Array, first: Array, begin: Array, size: int) -> Array:
             slots = begin + jnp.arange(size, dtype=jnp.int32)[None]
-            weights = [
-                jnp.where(slots >= first, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0)
-                for x in attn_weights
-            ]
-            contexts = [
-                jnp.einsum("gs,sh->gh", x, block(values, head, begin, size))
-                for x, head in zip(weights, heads, strict=True)
-            ]
+            contexts = []
+            for number, head in enumerate(heads):
+                weights = lax.dynamic_slice_in_dim(attn_weights[number], begin, size, axis=1)
+                # Slots before `first` were added with the block before.
+                weights = jnp.where(slots >= first, weights, 0.0)
+                contexts.append(
+                    jnp.einsum("gs,sh->gh", weights, self._block(self.values, head, begin, size))
+                )
             return context + jnp.stack(contexts)
 
-        scores = over_blocks(
-            put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity))
-        )
+        width = self.values.shape[3]
+        return blocks.over(add_values, jnp.zeros_like(self.queries, shape=(*shape, width)))
+
+    def _weights(
+        self, scores: Array, heads: Array, first_visible: Array, last_visible: Array
+    ) -> Array:
+        """Return the attention weights of scaled products of some heads, (heads, G, S)."""
+        _, num_kv_heads, capacity, _ = self.keys.shape
         slots = jnp.arange(capacity, dtype=jnp.int32)[None]
-        scores = scoring.minus_alibi(
-            scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_visible - slots
+        scores = self.scoring.minus_alibi(
+            self.scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_visible - slots
         )
-        if bias is not None:
-            scores = scores + bias.reshape(num_heads, group_size, capacity)[heads]
+        if self.bias is not None:
+            scores = scores + self.bias[heads]
         is_visible = (slots >= first_visible) & (slots <= last_visible)
-        if sinks is None:
-            sinks_by_head = None
-        else:
-            sinks_by_head = sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
-        attn_weights = _softmax_of_visible(scores, is_visible, sinks_by_head)
-        return over_blocks(
-            add_values, jnp.zeros_like(queries, shape=(len(heads), group_size, values.shape[3]))
+        sinks = self.sinks
+        if sinks is not None:
+            sinks = sinks[heads % num_kv_heads]
+        return _softmax_of_visible(scores, is_visible, sinks)
+
+    def _block(self, x: Array, head: Array, begin: Array, size: int) -> Array:
+        """Return a block of slots of one of the B K heads, (size, ·)."""
+        num_kv_heads = x.shape[1]
+        # Slice the cache without reshaping: XLA would copy all of a reshaped one.
+        starts = (head // num_kv_heads, head % num_kv_heads, begin, 0)
+        part = lax.dynamic_slice(x, *place_in(x, starts, (1, 1, size, x.shape[3])))
+        return at_least_float32(part[0, 0])
+
+
+class _SlotBlocks(NamedTuple):
+    """Blocks of slots that any of some heads sees: large ones, then small ones, which read few
+    empty slots.
+    """
+
+    first_large: Array
+    stop_large: Array
+    first_small: Array
+    stop_small: Array
+    sizes: BlockSizes
+    capacity: int
+
+    @classmethod
+    def between(
+        cls, first_visible: Array, last_visible: Array, sizes: BlockSizes, capacity: int
+    ) -> "_SlotBlocks":
+        """Return the blocks between the first and last visible slots of some heads, (heads,)."""
+        first_slot = jnp.maximum(first_visible.min(), 0)
+        stop_slot = last_visible.max() + 1
+        small = _small_block(sizes)
+        stop_large = stop_slot // sizes.keys
+        slots_of_large = stop_large * sizes.keys
+        stop_small = -(-(stop_slot - slots_of_large) // small)
+        first_large = jnp.minimum(first_slot // sizes.keys, stop_large)
+        first_small = jnp.maximum(first_slot - slots_of_large, 0) // small
+        return cls(first_large, stop_large, first_small, stop_small, sizes, capacity)
+
+    def over(self, add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
+        """Accumulate a function of a carry, the first slot of a block, where to begin to read, and
+        its size.
+        """
+        large = self.sizes.keys
+        small = _small_block(self.sizes)
+        slots_of_large = self.stop_large * large
+
+        def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
+            first = after + i * size
+            # The last may overlap another. `FusedAttention` attends to a cache of fewer slots than
+            # a block in another way.
+            return add(carry, first, jnp.minimum(first, self.capacity - size), size)
+
+        carry = lax.fori_loop(
+            self.first_large, self.stop_large, partial(step, after=0, size=large), carry
+        )
+        return lax.fori_loop(
+            self.first_small,
+            self.stop_small,
+            partial(step, after=slots_of_large, size=small),
+            carry,
         )
 
-    together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, sizes.heads_side_by_side)
-    contexts = lax.map(
-        attend_side_by_side, jnp.arange(num_heads, dtype=jnp.int32).reshape(-1, together)
-    )
-    return contexts.reshape(*query.shape[:3], values.shape[3]).astype(query.dtype)
+
+def _small_block(sizes: BlockSizes) -> int:
+    return min(sizes.last_keys, sizes.keys)
 
 
 def _attend_to_every_slot(
@@ -458,12 +532,11 @@ def _attend_to_every_slot(
         attn_weights = _softmax_of_visible(scores, is_visible[None], sinks_by_head)[..., :capacity]
         return jnp.einsum("kgs,ksh->kgh", attn_weights, at_least_float32(values))
 
-    query = (
-        at_least_float32(query.reshape(batch_size, num_kv_heads, -1, query.shape[3]))
-        * scoring.scale
-    )
-    contexts = jax.vmap(attend_sequence)(query, keys, values, last_positions, bias)
-    return contexts.reshape(batch_size, -1, 1, values.shape[3]).astype(keys.dtype)
+    # (B, K, G, H).
+    queries = query.reshape(batch_size, num_kv_heads, -1, query.shape[3])
+    queries = at_least_float32(queries) * scoring.scale
+    contexts = jax.vmap(attend_sequence)(queries, keys, values, last_positions, bias)
+    return contexts.reshape(*query.shape[:3], values.shape[3]).astype(query.dtype)
 
 
 def _softmax_of_visible(scores: Array, is_visible: Array, sinks: Array | None) -> Array:

@@ -131,7 +131,7 @@ class _Part(NamedTuple):
             x, *place_in(x, starts, (sizes.sequences, sizes.kv_heads, sizes.keys, x.shape[3]))
         )
 
-    def scores_of(self, x: Array) -> Array:
+    def block_of(self, x: Array) -> Array:
         """Return the part of (B or 1, N or 1, T or 1, S or 1)."""
         return self._slice(
             to_scores_rank(x), (self.row, self.key), (self.sizes.rows, self.sizes.keys)
@@ -234,7 +234,7 @@ class _Parts(NamedTuple):
         keys = (part.key + jnp.arange(self.per_part.keys, dtype=jnp.int32))[None, None, None]
         hidden = (keys < first) | (keys >= stop)
         if self.mask is not None:
-            hidden = hidden | part.scores_of(self.mask)
+            hidden = hidden | part.block_of(self.mask)
         return Mask(hidden, q_offset=(part.row - part.key).reshape(1))
 
     def scores_of(self, part: _Part) -> Scores:
@@ -242,9 +242,9 @@ class _Parts(NamedTuple):
         bias = self.scores.bias
         learned = dict(self.scores.learned)
         if bias is not None:
-            bias = part.scores_of(bias)
+            bias = part.block_of(bias)
         if "sinks" in learned:
-            learned["sinks"] = part.scores_of(learned["sinks"][None, :, None, None]).ravel()
+            learned["sinks"] = part.block_of(learned["sinks"][None, :, None, None]).ravel()
         return replace(self.scores, bias=bias, learned=learned)
 
     def joined(self, x: Array) -> Array:
