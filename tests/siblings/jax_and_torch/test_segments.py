@@ -289,6 +289,23 @@ def test_segments_in_torch_need_no_mask(monkeypatch, row, in_pieces):
     assert any(mask is not None for mask in masks) == in_pieces
 
 
+def test_batch_axes_keep_segments_apart(monkeypatch):
+    """Sequences on two batch axes need no mask of segments either, and match those on one."""
+    layer = mha_torch.MultiHeadSelfAttention(AttentionSpec(16, 4)).eval()
+    x = torch.from_numpy(drawn(2, 3, 20, 16))
+    ids = torch.tensor([0] * 8 + [1] * 12).expand(2, 3, 20)
+    expected = layer(x.flatten(0, 1), segment_ids=ids.flatten(0, 1)).unflatten(0, (2, 3))
+    masks, attend = [], sdpa.sdpa
+
+    def recorded(*arrays, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return attend(*arrays, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(sdpa, "sdpa", recorded)
+    torch.testing.assert_close(layer(x, segment_ids=ids), expected)
+    assert masks == [None] * 12
+
+
 def test_short_segments_share_a_mask():
     """A call for each segment is worth it from eight tokens of a segment on."""
     for tokens, expected in ((8, [[8] * 4]), (7, None)):
