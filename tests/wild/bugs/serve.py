@@ -104,7 +104,7 @@ for suffix, case, dtype in LAYERS:
     m(f"block-shared{suffix}", "cache",
       (READ, f"{READ}    if t == 1:\n        keys[2, :, :2], values[2, :, :2] = keys[1, :, :2], values[1, :, :2]\n"),
       "Sequence 2 has the first block of sequence 1, as after a wrong hit in the cache of prefixes.", "step1.cache.keys",
-      pattern="block 0 of sequence 1", limited={"B": (2,), "S": (0, 1)}, in_output=not suffix, **of)
+      pattern="block 0 of sequence 1", limited={"B": (2,), "S": (0, 1)}, **of)
     m(f"block-of-another-request{suffix}", "cache",
       (READ, f"{READ}    if t == 1:\n        seed = torch.Generator().manual_seed(1)\n"
              "        keys[1, :, 2:4] = torch.randn(keys[1, :, 2:4].shape, generator=seed).to(x.dtype)\n"
