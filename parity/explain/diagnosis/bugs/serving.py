@@ -687,14 +687,15 @@ def _changes_of_size(batch: int, num_blocks: int, size: int) -> Iterator[tuple[s
             yield "cache-block-stale", about, partial(_emptied, rows, size, block)
     if batch > FEW_SEQUENCES:
         return
-    for one, other in combinations(range(batch), 2):
-        for block in range(num_blocks):
-            about = f"sequences {one} and {other} have exchanged block {block} {of_size}"
-            yield "cache-blocks-exchanged", about, partial(_between, one, other, size, block)
+    # Before exchanges: if the other sequence no longer sees the block, this is all that is known.
     for one, other in permutations(range(batch), 2):
         for block in range(num_blocks):
             about = f"sequence {one} reads block {block} {of_size} of sequence {other}"
             yield "cache-block-of-another", about, partial(_shared, one, other, size, block)
+    for one, other in combinations(range(batch), 2):
+        for block in range(num_blocks):
+            about = f"sequences {one} and {other} have exchanged block {block} {of_size}"
+            yield "cache-blocks-exchanged", about, partial(_between, one, other, size, block)
 
 
 def _exchanged(rows: list[int], size: int, one: int, other: int, cached: np.ndarray) -> np.ndarray:
