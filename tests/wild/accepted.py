@@ -835,8 +835,10 @@ ACCEPTED: dict[str, frozenset[str]] = {
     for name, names in table.items()
 }
 
+PAGE_BY_BUG = page_by_bug()
+
 ACCEPTED_PAGES: dict[str, frozenset[str]] = {
-    id: frozenset(page_by_bug()[name] for name in names) | frozenset(PAGES.get(id, "").split())
+    id: frozenset(PAGE_BY_BUG[name] for name in names) | frozenset(PAGES.get(id, "").split())
     for id, names in ACCEPTED.items()
 }
 """The pages that are right for a bug: the pages of its names, and the ones above."""

@@ -196,6 +196,11 @@ def other_specs(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
     return {title: spec for spec, title in titles.items()}
 
 
+def before_out_proj(spec: AttentionSpec) -> AttentionSpec:
+    """Return the specification of the part of a layer whose output is the context of all heads."""
+    return replace(spec, out_proj=False)
+
+
 # ---- Reasons not to compare it -------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from parity.explain.diagnosis.diagnose import Diagnosis
 from parity.explain.diagnosis.findings import Line, excess, text_of
 from parity.measure.core.compare import Comparison, first_difference
 from parity.measure.core.records import JsonRecord
+from parity.measure.core.stages import stage_named
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class LayerVerdict(JsonRecord):
     def passed(self) -> bool:
         """True if the layer was compared and every stage is within its budget."""
         return not self.not_compared and self.difference is None
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if gradients were compared."""
+        return any(stage_named(comparison.stage).is_gradient for comparison in self.comparisons)
 
     def __str__(self) -> str:
         return text_of(self.lines())
@@ -118,7 +124,17 @@ class TapVerdict(JsonRecord):
             yield "", "no layer was compared"
         elif not wrong:
             subject = "1 layer agrees" if compared == 1 else f"{compared} layers agree"
-            yield "", f"{subject} with the reference, each for its own input"
+            yield "", f"{subject} with the reference, each for its own input{self._of_gradients()}"
+
+    def _of_gradients(self) -> str:
+        """Return words about the gradients of the compared layers; empty without any."""
+        compared = [layer for layer in self.layers if not layer.not_compared]
+        with_gradients = [layer for layer in compared if layer.has_gradients]
+        if not with_gradients:
+            return ""
+        if len(with_gradients) == len(compared):
+            return ", and so do gradients"
+        return f"; gradients of {len(with_gradients)} were compared"
 
     def _not_compared(self) -> dict[str, list[str]]:
         """Return the titles of the layers that were not compared, or not with every sequence, by

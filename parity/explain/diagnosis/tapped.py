@@ -28,6 +28,7 @@ TOKENS = {
     "context": 2,
     "output": 1,
     "segment_ids": 1,
+    "grad.input": 1,
     "grad.output": 1,
     "grad.context": 2,
     "grad.q": 2,
@@ -123,11 +124,13 @@ class Sequences:
 
     @property
     def gradients(self) -> dict[str, np.ndarray]:
-        """The gradients of stages, if the gradient of the output was recorded."""
+        """The gradients of stages and of the query, if the gradient of the output was recorded."""
         if "grad.output" not in self.values:
             return {}
         gradients = {name: x for name, x in self.values.items() if name.startswith("grad.")}
         del gradients["grad.output"]
+        if "grad.input" in gradients:
+            gradients["grad.query"] = gradients.pop("grad.input")
         return gradients
 
     @property
@@ -324,6 +327,13 @@ class Sequences:
         values = dict(self.values)
         values.pop(name, None)
         return replace(self, values=values)
+
+    def ends_with_context(self, spec: AttentionSpec) -> bool:
+        """Return whether the output may be the context of all heads, which nothing follows."""
+        output = self.values.get("output")
+        if output is None or spec.gate is not None or spec.context_norm is not None:
+            return False
+        return output.shape[-1] == spec.context_width
 
     @property
     def prompt(self) -> Sequences:

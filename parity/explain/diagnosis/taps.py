@@ -24,6 +24,7 @@ from parity.explain.diagnosis.tap_layers import (
     PlainSpecs,
     PlainWeights,
     Specs,
+    before_out_proj,
     layers_of_model,
     other_specs,
     sources_of,
@@ -207,6 +208,13 @@ class _TapCheck:
     ) -> LayerVerdict:
         """Return the verdict on a layer that can be compared: on each group of its sequences."""
         is_causal = known.is_causal if self.is_causal is None else self.is_causal
+        is_part = bool(known.path) and self.is_transformers and not known.is_at(layer.name)
+        others = other_specs(known, self.specs)
+        if is_part:
+            # As in BERT, the projection of the output is in another module.
+            spec = before_out_proj(spec)
+            weights = {name: weights[name] for name in spec.weight_shapes}
+            others = {title: before_out_proj(other) for title, other in others.items()}
         problems: list[tuple[Sequences, Problem]] = []
         rows_left_out: list[int] = []
         calls_left_out = ""
@@ -218,9 +226,8 @@ class _TapCheck:
                 rows_left_out += sequences.rows.tolist()
                 verdict = replace(verdict, left_out=GAP.format(fields=counting_gaps))
                 continue
-            if known.path and self.is_transformers and not known.is_at(layer.name):
-                # The module is only a part of the layer, as in BERT.
-                sequences = sequences.without("output")
+            if is_part and not sequences.ends_with_context(spec):
+                sequences = sequences.without("output").without("grad.output")
             rounded = self._with_quantization(sequences, layer, spec)
             if rounded is None:
                 calls_left_out = ROUNDING
@@ -254,7 +261,6 @@ class _TapCheck:
             return replace(verdict, comparisons=compared, diagnosis=diagnosis)
         if verdict.diagnosis is None or verdict.diagnosis.is_known:
             return verdict
-        others = other_specs(known, self.specs)
         edit = _edit_as_in_another(layer, problems, others)
         if edit is None:
             return verdict

@@ -78,7 +78,8 @@ class _FlaxListener:
         self.past: int | None = 0
         # The running call is differentiated by its input; these values then have gradients.
         self.has_gradients = False
-        self.names_of_gradients: list[str] = []
+        self.watched: list[str] = []
+        self.reached: set[str] = set()
 
     def around(
         self,
@@ -88,7 +89,7 @@ class _FlaxListener:
         kwargs: dict[str, Any],
     ) -> Any:
         """Call the layer, and record its inputs and outputs."""
-        self._called(module, function, args, kwargs)
+        args, kwargs = self._called(module, function, args, kwargs)
         _OPEN.append(self)
         try:
             result = function(*args, **kwargs)
@@ -114,25 +115,34 @@ class _FlaxListener:
         if not _is_tracer(output):
             return output
         values = self.values
-        names = tuple(self.names_of_gradients)
+        watched = tuple(self.watched)
 
         def record(gradient: Any) -> None:
             values["grad.output"] = _values_of(gradient)
-            for name in names:
-                values.setdefault(name, np.zeros_like(values[name.removeprefix("grad.")]))
+            for name in watched:
+                values.setdefault(f"grad.{name}", np.zeros_like(values[name]))
 
         return _observed(_ignore, record, output)
 
-    def _with_gradient(self, name: str, x: Any) -> Any:
-        """Return heads (B, T, N, H), whose gradient is recorded when it is computed."""
+    def _watched(self, name: str, x: Any, as_recorded: Callable[[Any], np.ndarray]) -> Any:
+        """Return a value of this call, whose gradient is recorded when it is computed.
+
+        Args:
+            name: the name of the value.
+            x: the value.
+            as_recorded: how the value itself was recorded.
+        """
         if self.has_gradients:
-            self.names_of_gradients.append(name)
+            self.watched.append(name)
         if not _is_tracer(x):
             return x
-        values = self.values
+        values, reached = self.values, self.reached
 
         def record(gradient: Any) -> None:
-            values[name] = _values_of(gradient).swapaxes(1, 2)
+            # Projections precede the norms of their heads, whose gradients are computed before.
+            if name not in reached:
+                reached.add(name)
+                values[f"grad.{name}"] = as_recorded(gradient)
 
         return _observed(_ignore, record, x)
 
@@ -142,11 +152,11 @@ class _FlaxListener:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> None:
-        """Record what the layer receives."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Record what the layer receives, and return it."""
         arguments = arguments_of(function, args, kwargs)
         arrays = {name: x for name, x in arguments.items() if _is_array(x)}
-        self.values, self.names_of_gradients, self.has_gradients = {}, [], False
+        self.values, self.watched, self.reached, self.has_gradients = {}, [], set(), False
         if arrays:
             self._record_inputs(arrays)
         mask: Any = arguments.get("mask")
@@ -157,6 +167,14 @@ class _FlaxListener:
                 # Flax's masks show keys, and may be floats.
                 self.values["mask"] = ~_values_of(mask).astype(bool)
         self.past = _num_cached(module, arguments)
+        if "key_input" in self.values or "value_input" in self.values or not arrays:
+            return args, kwargs
+        # The model may also add the input to the output, outside of the layer.
+        layer_input = next(iter(arrays.values()))
+        own_input = self._watched("input", layer_input, _values_of)
+        own_args = tuple(own_input if x is layer_input else x for x in args)
+        own_kwargs = {name: own_input if x is layer_input else x for name, x in kwargs.items()}
+        return own_args, own_kwargs
 
     def _record_inputs(self, arrays: dict[str, Any]) -> None:
         """Record the inputs of queries, keys and values, and positions.
@@ -183,16 +201,16 @@ class _FlaxListener:
     def part_called(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Record the input of the output projection, and return the arguments."""
         if self.is_flaxs and name == "out" and args and _is_array(args[0]) and args[0].ndim == 4:
-            self.values["context"] = _values_of(args[0]).swapaxes(1, 2)
-            return (self._with_gradient("grad.context", args[0]), *args[1:])
+            self.values["context"] = _heads_first(args[0])
+            return (self._watched("context", args[0], _heads_first), *args[1:])
         return args
 
     def part_returned(self, name: str, result: Any) -> Any:
         """Record the output of a submodule, and return it."""
         if self.is_flaxs and name in HEADS and _is_array(result) and result.ndim == 4:
             head = HEADS[name]
-            self.values[head] = _values_of(result).swapaxes(1, 2)
-            return self._with_gradient(f"grad.{head}", result)
+            self.values[head] = _heads_first(result)
+            return self._watched(head, result, _heads_first)
         return result
 
     def sown(self, name: str, value: Any) -> None:
@@ -213,6 +231,11 @@ def _first_of(arrays: Mapping[str, Any], names: Sequence[str]) -> Any:
         if name in arrays:
             return arrays[name]
     return None
+
+
+def _heads_first(x: Any) -> np.ndarray:
+    """Return (B, N, T, H) from (B, T, N, H)."""
+    return _values_of(x).swapaxes(1, 2)
 
 
 def _differ(one: Any, other: Any) -> bool:

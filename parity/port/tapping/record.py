@@ -57,7 +57,8 @@ observed, outputs of projections are stored as `projections.<name>`.
 `segment_ids` tells which tokens of one sequence attend to each other, if the attention function was
 called once per segment. Its inputs and outputs are then joined.
 
-`grad.output` and others are gradients of a training step, of the layers of transformers and Flax.
+`grad.output` and `grad.input` are gradients of a training step; `grad.q` and others belong to
+layers of transformers and Flax. `grad.input` is what the layer adds to the gradient of its input.
 
 A layer that attends to another sequence has `key_input`, `k` and `v` in the first of several calls
 with a cache, and `key_is_real` is False for padding of that sequence. `value_input` is present only

@@ -162,9 +162,11 @@ def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
                 keywords.get("scaling"), keywords.get("sliding_window"), keywords.get("softcap")
             )
             listener.function_called(query, key, value, mask)
+            listener.watch_heads(query, key, value)
         result = function(module, query, key, value, *rest, **keywords)
         for listener in listeners_here:
             listener.function_returned(result)
+            listener.watch_context(result)
         return result
 
     return recording_attention
@@ -267,9 +269,11 @@ class _TorchListener:
         num_keys: length of the other sequence; 0 for self-attention.
         history: keys and values of all calls so far, or of the other sequence and its input.
         segments: values of the attention function in its earlier calls of this layer's call.
-        has_gradients: whether the input of the running call has a gradient: then each value that is
-            computed from it must have one.
-        names_of_gradients: names of gradients that the running call may have.
+        has_gradients: whether the input of the running call has a gradient: then the gradients of
+            values that are computed from it are recorded.
+        watched: hooks on the values of the running call whose gradients are recorded, by name;
+            None for a value that has no gradient, though the layer's input has one.
+        last_projection: output of the latest projection in the running call.
         hooks_of_gradients: hooks on tensors of all calls.
     """
 
@@ -298,7 +302,8 @@ class _TorchListener:
         self.history: dict[str, np.ndarray] = {}
         self.segments: list[dict[str, np.ndarray]] = []
         self.has_gradients = False
-        self.names_of_gradients: list[str] = []
+        self.watched: dict[str, Any] = {}
+        self.last_projection: Tensor | None = None
         self.hooks_of_gradients: list[Any] = []
 
     def listen(self, stack: ExitStack) -> None:
@@ -336,8 +341,10 @@ class _TorchListener:
 
     # The call of the layer begins.
 
-    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record what the layer receives."""
+    def _called(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Record what the layer receives, and return it."""
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "model must not be compiled while it is tapped: pass disable_compile=True to "
@@ -345,16 +352,16 @@ class _TorchListener:
             )
         arguments = arguments_of(module.forward, args, kwargs)
         self.values, self.projections, self.segments, self.first_key = {}, {}, [], 0
+        self.watched, self.last_projection = {}, None
         self.layer.training = self.layer.training or module.training
         self.layer.attention = str(getattr(self.config, "_attn_implementation", None) or "")
         input_name = _name_of_first_tensor(arguments)
         if input_name is None:
-            return
+            return args, kwargs
         other_arguments = dict(arguments)
         layer_input = other_arguments.pop(input_name)
         x = self.values["input"] = self._batched(layer_input)
         self.has_gradients = layer_input.requires_grad
-        self.names_of_gradients = []
         num_tokens = x.shape[-2] if x.ndim > 1 else 0
         self.adds_residual = arguments.get("residual") is not None
         self._open_cache(arguments, num_tokens)
@@ -369,6 +376,23 @@ class _TorchListener:
         self._record_positions(_first_tensor(arguments, POSITIONS), num_tokens)
         self._record_padding(x, num_tokens)
         self.operations.start()
+        if self.num_keys or "value_input" in self.values:
+            return args, kwargs
+        return self._with_watched_input(layer_input, args, kwargs)
+
+    def _with_watched_input(
+        self, layer_input: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with a view of the layer's input, whose gradient is recorded: the
+        model may also add the input to the output, outside of the layer.
+        """
+        if not layer_input.requires_grad:
+            return args, kwargs
+        view = layer_input.view_as(layer_input)
+        self._watch("input", view, self._batched)
+        own_args = tuple(view if x is layer_input else x for x in args)
+        own_kwargs = {name: view if x is layer_input else x for name, x in kwargs.items()}
+        return own_args, own_kwargs
 
     def _open_cache(self, arguments: Mapping[str, Any], num_tokens: int) -> None:
         """Find the cache among the arguments of a call, and the number of tokens in it."""
@@ -464,6 +488,7 @@ class _TorchListener:
             self.segments.append(segment)
             for name in segment:
                 del self.values[name]
+                self._stop_watching(name)
         self.values["q"] = to_numpy(query)
         if self.num_keys:
             self._cross_function_called(query, key, value, mask)
@@ -484,10 +509,6 @@ class _TorchListener:
             self.first_key = max(0, num_past + num_tokens - key.shape[2])
             self._record_self_keys("k", "cache.keys", key, num_past, num_tokens)
             self._record_self_keys("v", "cache.values", value, num_past, num_tokens)
-            if key.shape[2] == num_tokens and not self.segments:
-                self._record_gradient("grad.q", query)
-                self._record_gradient("grad.k", key)
-                self._record_gradient("grad.v", value)
 
     def _record_mask(self, query: Tensor, mask: Tensor) -> None:
         """Record a mask of self-attention, and padding, if only this mask shows it."""
@@ -553,27 +574,55 @@ class _TorchListener:
         """Record the context (B, T, N, H) of the attention function, and its weights if present."""
         context, *rest = result if isinstance(result, tuple) else (result,)
         if isinstance(context, Tensor) and context.ndim == 4:
-            self.values["context"] = to_numpy(context.transpose(1, 2))
-            self._record_gradient("grad.context", context, axes_to_swap=(1, 2))
+            self.values["context"] = _heads_first(context)
         if rest and isinstance(rest[0], Tensor) and rest[0].ndim == 4:
             self.values["attn_weights"] = to_numpy(rest[0])
 
-    def _record_gradient(
-        self, name: str, x: Tensor, axes_to_swap: tuple[int, int] | None = None
-    ) -> None:
-        """Record the gradient of a tensor of this call when the backward pass computes it."""
-        if self.has_gradients:
-            self.names_of_gradients.append(name)
+    # Gradients of a training step. Values that are recorded from operations have none: operations
+    # are observed below autograd.
+
+    def watch_heads(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Record the gradients of the heads that an attention function receives, if all keys belong
+        to the tokens of the call.
+        """
+        if self.num_keys or self.segments or key.ndim != 4 or key.shape[2] != query.shape[2]:
+            return
+        self._watch("q", query, to_numpy)
+        self._watch("k", key, to_numpy)
+        self._watch("v", value, to_numpy)
+
+    def watch_context(self, result: Any) -> None:
+        """Record the gradient of the context (B, T, N, H) that an attention function returned."""
+        context = result[0] if isinstance(result, tuple) else result
+        if isinstance(context, Tensor) and context.ndim == 4 and not self.segments:
+            self._watch("context", context, _heads_first)
+
+    def _watch(self, name: str, x: Tensor, as_recorded: Callable[[Tensor], np.ndarray]) -> None:
+        """Record the gradient of a value of this call when the backward pass computes it.
+
+        Args:
+            name: the name of the value.
+            x: the value.
+            as_recorded: how the value itself was recorded.
+        """
+        if not self.has_gradients:
+            return
+        self.watched[name] = None
         if not x.requires_grad:
             return
         values = self.values
 
         def record(gradient: Tensor) -> None:
-            if axes_to_swap is not None:
-                gradient = gradient.transpose(*axes_to_swap)
-            values[name] = to_numpy(gradient)
+            values[f"grad.{name}"] = as_recorded(gradient)
 
-        self.hooks_of_gradients.append(x.register_hook(record))
+        self.watched[name] = x.register_hook(record)
+        self.hooks_of_gradients.append(self.watched[name])
+
+    def _stop_watching(self, name: str) -> None:
+        """Record no gradient of a value, which is a part of it only."""
+        hook = self.watched.pop(name, None)
+        if hook is not None:
+            hook.remove()
 
     def _record_cotangent(self, output: Tensor) -> None:
         """Record the gradient of the output, where the backward pass of the layer begins.
@@ -582,12 +631,12 @@ class _TorchListener:
         """
         if not output.requires_grad or not self.has_gradients:
             return
-        values, names = self.values, self.names_of_gradients
+        values, watched = self.values, [*self.watched]
 
         def record(gradient: Tensor) -> None:
             values["grad.output"] = self._batched(gradient)
-            for name in names:
-                values.setdefault(name, np.zeros_like(values[name.removeprefix("grad.")]))
+            for name in watched:
+                values.setdefault(f"grad.{name}", np.zeros_like(values[name]))
 
         self.hooks_of_gradients.append(output.register_hook(record))
 
@@ -604,6 +653,7 @@ class _TorchListener:
             # Removed first, so that the latest projection is last.
             self.projections.pop(f"projections.{name}", None)
             self.projections[f"projections.{name}"] = to_numpy(result)
+            self.last_projection = result
 
     def _left(self, *_: Any) -> None:
         """Clean up when the module is left, also by an exception."""
@@ -615,9 +665,10 @@ class _TorchListener:
         """Record what the layer returns, and the call."""
         self._record_operations()
         output, *rest = result if isinstance(result, tuple | list) else (result,)
-        if self.adds_residual and self.projections:
+        if self.adds_residual and self.last_projection is not None:
             # As in BLOOM: the output before the residual is the output of the last projection.
-            self.values["output"] = list(self.projections.values())[-1]
+            self.values["output"] = self._batched(self.last_projection)
+            self._record_cotangent(self.last_projection)
         elif isinstance(output, Tensor):
             self.values["output"] = self._batched(output)
             self._record_cotangent(output)
@@ -637,6 +688,7 @@ class _TorchListener:
         self.layer.calls.append(TappedCall(self.values, self.past, self.first_key, rows))
         self.values, self.projections, self.segments, self.cache = {}, {}, [], None
         self.continued_rows = None
+        self.last_projection = None  # which keeps the graph of the call alive
 
     def _record_operations(self) -> None:
         """Record attention from operations.
@@ -669,6 +721,11 @@ class _TorchListener:
         self.layer.scale, self.layer.soft_cap = attended.scale, attended.soft_cap
         if attended.scores is not None:
             self.values["scores"] = to_numpy(attended.scores)
+
+
+def _heads_first(x: Tensor) -> np.ndarray:
+    """Return (B, N, T, H) from (B, T, N, H)."""
+    return to_numpy(x.transpose(1, 2))
 
 
 def _joined(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -747,13 +804,13 @@ def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
     return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
-def _pre_hook(module: nn.Module, hook: Callable[..., None], stack: ExitStack) -> None:
+def _pre_hook(module: nn.Module, hook: Callable[..., Any], stack: ExitStack) -> None:
     stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
 def _around_forward(
     module: nn.Module,
-    called: Callable[..., None],
+    called: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
     left: Callable[[], None],
     returned: Callable[..., None],
     stack: ExitStack,
@@ -764,7 +821,7 @@ def _around_forward(
 
     @functools.wraps(forward)
     def recording_forward(*args: Any, **kwargs: Any) -> Any:
-        called(module, args, kwargs)
+        args, kwargs = called(module, args, kwargs)
         try:
             result = forward(*args, **kwargs)
         finally:

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -48,8 +49,11 @@ def observed_in(problem, bugs=()):
     return {name: x.astype(dtype_of_stage(name, problem.dtype)) for name, x in values.items()}
 
 
+cached_bugs = cache(bugs_for)  # hundreds of calls while the file is collected
+
+
 def bug(case, name):
-    return next(known for known in bugs_for(case) if known.name == name)
+    return next(known for known in cached_bugs(case) if known.name == name)
 
 
 # ---- Nothing wrong -------------------------------------------------------------------------------

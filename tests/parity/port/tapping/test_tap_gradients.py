@@ -9,6 +9,7 @@ import transformers
 from flax import linen, nnx
 from transformers.models.qwen3 import modeling_qwen3
 
+import mha_torch
 import parity
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -59,7 +60,7 @@ def test_right_training_step_agrees(dtype, attention):
     verdict = verdict_on(made(dtype, attention))
     assert verdict.passed
     stages = [comparison.stage for comparison in verdict.layers[1].comparisons]
-    assert stages[-4:] == ["grad.context", "grad.v", "grad.q", "grad.k"]
+    assert stages[-5:] == ["grad.context", "grad.v", "grad.q", "grad.k", "grad.query"]
 
 
 def detached_keys(original, module, query, key, value, mask, **options):
@@ -122,6 +123,97 @@ def test_frozen_inputs_raise_no_alarm():
     assert verdict_on(made(), attention_mask=padded).passed
 
 
+def test_gradients_of_bert_end_at_the_context():
+    """A right training step of BERT agrees: its output projection is in another module."""
+    config = transformers.BertConfig(
+        vocab_size=16,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = transformers.BertModel(config).eval()
+    weights = {}
+    for index, layer in enumerate(model.encoder.layer):
+        _, weights[index] = parity.from_transformers(layer.attention, config, index)
+    with parity.tap(model) as tapped:
+        model(TOKENS).last_hidden_state.square().sum().backward()
+    verdict = parity.check_tap(tapped, parity.specs_of(config.to_dict()), weights)
+    assert verdict.passed, str(verdict)
+    assert "grad.context" in {comparison.stage for comparison in verdict.layers[1].comparisons}
+
+
+def test_gradients_of_bloom_lack_its_residual():
+    """A right training step of BLOOM agrees: its layers add a residual, which gets no gradient."""
+    config = transformers.BloomConfig(vocab_size=16, hidden_size=16, n_head=2, n_layer=2)
+    model = transformers.BloomModel(config).eval()
+    weights = {}
+    for index, layer in enumerate(model.h):
+        _, weights[index] = parity.from_transformers(layer.self_attention, config, index)
+    with parity.tap(model) as tapped:
+        model(TOKENS).last_hidden_state.square().sum().backward()
+    verdict = parity.check_tap(tapped, parity.specs_of(config.to_dict()), weights)
+    assert verdict.passed, str(verdict)
+    assert "grad.query" in {comparison.stage for comparison in verdict.layers[1].comparisons}
+
+
+class ByHand(torch.nn.Module):
+    """Attention as two products, with a residual around it."""
+
+    def __init__(self, gradient_factor=1.0):
+        super().__init__()
+        self.layer = mha_torch.MultiHeadSelfAttention(16, 2)
+        self.gradient_factor = gradient_factor
+
+    def forward(self, x):
+        heads = []
+        for name in "qkv":
+            features = getattr(self.layer, f"{name}_proj")(x)
+            if name == "k" and features.requires_grad:
+                features.register_hook(lambda gradient: gradient * self.gradient_factor)
+            heads.append(features.unflatten(-1, (2, 8)).transpose(1, 2))
+        q, k, v = heads
+        context = (q @ k.mT * 8**-0.5).softmax(-1) @ v
+        return self.layer.out_proj(context.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("kind", ["ours", "nn.MultiheadAttention", "by hand"])
+def test_layers_of_torch_agree_in_training(kind):
+    """The gradient of the input of any torch layer is compared, apart from a residual."""
+    torch.manual_seed(0)
+    if kind == "by hand":
+        layer = ByHand()
+        spec, weights = parity.AttentionSpec(16, 2), parity.weights_of(layer.layer)
+    elif kind == "ours":
+        layer = mha_torch.MultiHeadSelfAttention(16, 2)
+        spec, weights = layer.spec, parity.weights_of(layer)
+    else:
+        layer = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        spec, weights = parity.from_module(layer)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    with parity.tap(torch.nn.Sequential(layer), layers=["0"]) as tapped:
+        result = layer(x, x, x) if kind == "nn.MultiheadAttention" else layer(x)
+        output = result[0] if isinstance(result, tuple) else result
+        (output + x).square().sum().backward()
+    verdict = parity.check_tap(tapped, [spec], [weights], is_causal=False)
+    assert verdict.passed, str(verdict)
+    assert [comparison.stage for comparison in verdict.layers[0].comparisons][-1] == "grad.query"
+
+
+def test_gradient_lost_at_a_projection_shows():
+    """A gradient that changes between the heads and the input differs at the input."""
+    torch.manual_seed(0)
+    layer = ByHand(gradient_factor=0.5)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    with parity.tap(torch.nn.Sequential(layer), layers=["0"]) as tapped:
+        layer(x).square().sum().backward()
+    weights = [parity.weights_of(layer.layer)]
+    verdict = parity.check_tap(tapped, [parity.AttentionSpec(16, 2)], weights, is_causal=False)
+    assert verdict.first.difference.stage == "grad.query"
+
+
 def test_saved_recordings_have_gradients(tmp_path):
     """A saved recording has its gradients; after the tap, nothing is recorded any more."""
     model = made()
@@ -179,7 +271,7 @@ def test_training_step_of_linen_is_tapped(rng):
         verdict = parity.check_tap(tapped, [spec, spec], weights, is_causal=False)
         assert [layer.index for layer in verdict.wrong] == wrong
         stages = [comparison.stage for comparison in verdict.layers[1].comparisons]
-        assert stages[-4:] == ["grad.context", "grad.v", "grad.q", "grad.k"]
+        assert stages[-5:] == ["grad.context", "grad.v", "grad.q", "grad.k", "grad.query"]
     assert verdict.first.diagnosis.likely_bug == "grad-stopped-at-k"
 
 
