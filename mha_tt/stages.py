@@ -141,7 +141,8 @@ def attention_context(
 ) -> Float[Tensor, "B N T Hv"]:
     """Return the weighted sum of values, accumulated in at least float32.
 
-    A `compute_kernel_config` may specify a coarser sum. The result has the dtype of value, or the dtype of the weights if value is bfloat8_b.
+    A `compute_kernel_config` may specify a coarser sum. The result has the dtype of value, or the
+    dtype of the weights if value is bfloat8_b.
     """
     check_tiles("attn_weights", attn_weights)
     check_tiles("value", value)

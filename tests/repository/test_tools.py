@@ -512,7 +512,7 @@ def test_mutant_continues_with_new_tiers(mutants, monkeypatch):
 
 def test_mutant_may_run_in_both_suites(mutants):
     """A mutant of parity runs in the main environment, and in that of tt if tests there reach it;
-    each sibling's mutants run in one environment.
+    those of mha_torch or mha_tt run in one environment.
     """
     mutant = next(mutants.mutants_of("parity/measure/backends/tt.py"))
     reached = types.SimpleNamespace(reached={mutant.id})

@@ -478,7 +478,7 @@ class _SlotBlocks(NamedTuple):
         def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
             first = after + i * size
             # The last may overlap another. `FusedAttention` attends to a cache of fewer slots than
-            # a block in another way.
+            # a block differently.
             return add(carry, first, jnp.minimum(first, self.capacity - size), size)
 
         carry = lax.fori_loop(

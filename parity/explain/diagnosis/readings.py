@@ -337,6 +337,8 @@ class _Reader:
             # A scale of 0 has no root to divide by.
             root = math.sqrt(abs(scale) or 1.0)
             yield "is recorded after the root of the scale", (wide / root).astype(x.dtype)
+        if quantity == "scores":
+            yield from self._equal_in_softmax(x)
         after_mask = self._after_mask(Reading("", x))
         if after_mask is None or after_mask.values is None or after_mask.masked is None:
             return
@@ -344,6 +346,22 @@ class _Reader:
             unscaled = after_mask.values / spec.score_scale
         values = np.where(after_mask.masked, self.expected, unscaled)
         yield f"{AFTER_MASK} and before the scale", values
+
+    def _equal_in_softmax(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield scores without what cannot change attention weights: the scores of hidden keys, and
+        a number that is added to a whole row, such as the position of the query in ALiBi.
+        """
+        is_visible = ~self._hidden(x) & np.isfinite(self.expected)
+        yield "differs only where keys are hidden", np.where(is_visible, x, self.expected)
+        # A sink is in no row.
+        if self.right.problem.spec.sinks:
+            return
+        num_visible = np.maximum(is_visible.sum(axis=-1, keepdims=True), 1)
+        with np.errstate(invalid="ignore", over="ignore"):
+            difference = np.where(is_visible, x.astype(np.float64) - self.expected, 0.0)
+            shift = difference.sum(axis=-1, keepdims=True) / num_visible
+            values = np.where(is_visible, x - shift, self.expected).astype(x.dtype)
+        yield "has a number added to each row, which a softmax ignores", values
 
     def _computable_conventions(self) -> Iterator[tuple[str, Edit]]:
         """Yield the conventions that the reference itself can compute."""
@@ -383,8 +401,7 @@ class _Reader:
 
     def _masked_cells(self, x: np.ndarray) -> np.ndarray:
         """Return the cells of recorded scores, (B, N, T, S), that hold a mask's number."""
-        mask = str(Stage("mask", self.stage.path, step=self.stage.step))
-        hidden = self.right.values[mask]
+        hidden = self._hidden(x)
         wide = x.astype(np.float64)
         cells = self._far_below(wide, hidden)
         if cells.any():
@@ -392,6 +409,11 @@ class _Reader:
         if self._have_mask_number(wide, hidden):
             return hidden
         return np.zeros(x.shape, bool)
+
+    def _hidden(self, x: np.ndarray) -> np.ndarray:
+        """Return the cells of scores, (B, N, T, S), whose keys are hidden."""
+        mask = str(Stage("mask", self.stage.path, step=self.stage.step))
+        return np.broadcast_to(self.right.values[mask], x.shape)
 
     def _far_below(self, x: np.ndarray, hidden: np.ndarray) -> np.ndarray:
         """Return cells with a large negative number. Their values alone decide, because the mask

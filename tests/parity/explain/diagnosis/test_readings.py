@@ -85,6 +85,10 @@ RECORDED = {
     "masked scores": lambda v: {
         "scores": np.where(v["mask"], -np.inf, v["scores"]).astype(np.float32)
     },
+    "scores of hidden keys": lambda v: {"scores": np.where(v["mask"], v["q"].max(), v["scores"])},
+    "scores with a number a row": lambda v: {
+        "scores": v["scores"] + np.arange(6, dtype=np.float32)[:, None]
+    },
     "unscaled scores": lambda v: {"scores": (v["scores"] * np.sqrt(8.0)).astype(np.float32)},
     "scaled q": lambda v: {"q": (v["q"] / np.sqrt(8.0)).astype(np.float32)},
     "averaged weights": lambda v: {"attn_weights": v["attn_weights"].mean(axis=1)},
@@ -179,6 +183,20 @@ def test_unscaled_scores_are_a_convention():
     _, before = right(GQA, "float32", BEFORE_SCALE)
     diagnosis = diagnose({**values, "scores": before["scores"]}, problem)
     assert diagnosis.conventions == {"scores": "is recorded before the scale"}
+
+
+def test_scores_equal_in_a_softmax_are_right():
+    """Scores that differ where keys are hidden, or by a number for each row, as in BLOOM, are a
+    convention if the attention weights are right; otherwise the bug is named.
+    """
+    problem, values = right(GQA)
+    (made,) = (bug for bug in bugs_for(GQA) if bug.name == "causal-off-by-one")
+    _, wrong = right(GQA, "float32", made)
+    for form in ("scores of hidden keys", "scores with a number a row"):
+        diagnosis = diagnose(recorded_as(values, RECORDED[form]), problem)
+        assert diagnosis.conventions.keys() == {"scores"}
+        diagnosis = diagnose(recorded_as(wrong, RECORDED[form]), problem)
+        assert [finding.bugs for finding in diagnosis.named] == [("causal-off-by-one",)]
 
 
 UNUSED = [0.0, 7.0, np.nan]
