@@ -75,6 +75,8 @@ class Sequences:
         first_call: `keys` and `values` of the first call: of all sequences of the batch, padding
             included, as a quantized cache computes its scales.
         quantization: quantization of the cache; None if it stores keys and values as they are.
+        with_padding: the same sequences with their padding; None if they have none.
+        is_padding: the tokens that are padding, in sequences with their padding.
     """
 
     rows: np.ndarray
@@ -85,6 +87,8 @@ class Sequences:
     caches_in_rows: dict[tuple[int, str], np.ndarray]
     first_call: dict[str, np.ndarray]
     quantization: CacheQuantization | None = None
+    with_padding: Sequences | None = None
+    is_padding: np.ndarray | None = None
 
     @property
     def is_cross(self) -> bool:
@@ -276,6 +280,30 @@ class Sequences:
         position_ids = self._position_ids(problem.spec)
         case = replace(problem.case, seq_len=length, position_ids=position_ids)
         return replace(problem, case=case, inputs={"query": problem.inputs["query"][:, :length]})
+
+    def problem_of_padded(self, problem: Problem) -> Problem:
+        """Return the problem of sequences with their padding, which a mask hides; call by call if
+        there are several.
+
+        Args:
+            problem: of the same sequences without it.
+        """
+        if self.is_padding is None:
+            raise ValueError("there must be padding")
+        length = len(self.tokens)
+        mask = self.is_padding[None, None, None]
+        case = replace(
+            problem.case,
+            seq_len=length,
+            position_ids=self._position_ids(problem.spec),
+            mask=mask,
+        )
+        shape = (len(self.rows), problem.spec.num_heads, length, length)
+        inputs = {"query": self.values["input"], "mask": np.broadcast_to(mask, shape)}
+        padded = replace(problem, case=case, inputs=inputs)
+        if len(self.chunks) == 1:
+            return padded
+        return self.problem_by_step(padded)
 
     def problem_by_step(self, problem: Problem) -> Problem:
         """Return the problem call by call, with a cache."""
@@ -508,9 +536,24 @@ def _by_padding(calls: list[TappedCall]) -> list[Sequences]:
                 values[name] = _taken(name, x, rows, tokens, is_cross=is_cross)
         taken_caches = _taken_caches(caches, rows, tokens, is_cross=is_cross)
         taken_in_rows = _taken_caches(caches_in_rows, rows, tokens, is_cross=is_cross)
-        sequences.append(
-            Sequences(rows, tokens, chunks, values, taken_caches, taken_in_rows, first_call)
-        )
+        of_rows = Sequences(rows, tokens, chunks, values, taken_caches, taken_in_rows, first_call)
+        if not is_real.all() and not is_cross:
+            every_token = np.arange(len(is_real))
+            padded_values = {}
+            for name, x in joined.items():
+                if not name.startswith("grad."):
+                    padded_values[name] = _taken(name, x, rows, every_token, is_cross=False)
+            padded = replace(
+                of_rows,
+                tokens=every_token,
+                chunks=tuple(lengths),
+                values=padded_values,
+                caches=_taken_caches(caches, rows, every_token, is_cross=False),
+                caches_in_rows={},
+                is_padding=~is_real,
+            )
+            of_rows = replace(of_rows, with_padding=padded)
+        sequences.append(of_rows)
     return sequences
 
 

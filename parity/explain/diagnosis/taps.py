@@ -378,7 +378,29 @@ def _compared_stages(
         prompt = sequences.prompt
         of_prompt = prompt.problem_of_its_own(problem)
         ways += _with_and_without_mask("prompt", prompt.stages, of_prompt)
+    if sequences.with_padding is not None and sequences.quantization is None:
+        ways += _ways_with_padding(sequences.with_padding, problem, layer)
     return comparisons, ways
+
+
+def _ways_with_padding(
+    padded: Sequences, problem: Problem, layer: TappedLayer
+) -> Iterator[_TapWay]:
+    """Yield ways to diagnose sequences with their padding, which a wrong layer may attend to.
+
+    Args:
+        padded: the sequences.
+        problem: of the same sequences without padding.
+        layer: the recording.
+    """
+    of_padded = padded.problem_of_padded(problem)
+    reference = Reference(of_padded)
+    if layer.scale == 1.0 and len(padded.chunks) == 1:
+        padded = padded.unscaled(reference)
+    stages = padded.stages
+    if len(padded.chunks) > 1:
+        stages = padded.stages_by_step
+    yield from _with_and_without_mask("with padding", stages, of_padded)
 
 
 def _with_and_without_mask(

@@ -945,6 +945,26 @@ def test_parts_with_equal_paths_are_separate(tmp_path):
     assert (verdict.layers[0].not_compared, verdict.passed) == (reason, False)
 
 
+def test_visible_left_padding_is_named():
+    """A layer of a live model that ignores its padding mask gets the bug's name: its padding is
+    compared as well, and not only real tokens.
+    """
+    model = made("llama", COMMON, implementation="sdpa")
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, attention_mask=None, **options: forward(
+        *args, attention_mask=None, **options
+    )
+    with parity.tap(model) as tapped:
+        generate(model)
+    specs = specs_of(model.config.to_dict())
+    verdict = parity.check_tap(tapped, specs, weights_in(model, tapped, specs))
+    assert [layer.index for layer in verdict.wrong] == [1]
+    (finding,) = verdict.first.diagnosis.findings
+    assert finding.bugs == ("own-mask-ignored",)
+    assert "as padding, are visible to every query" in finding.others[0]
+
+
 def test_bert_layers_end_at_the_context():
     """BERT's layers are compared without their output projection; a transposed projection is found
     at stage `v`.
