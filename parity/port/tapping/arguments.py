@@ -13,6 +13,7 @@ def arguments_of(
     """Return the arguments of a call by the names of parameters, or by number if those are unknown.
 
     Those that `**keywords` receives have their own names, and the ones of `*args` are `args0`, ….
+    Keyword-only ones come last: a function around another one has those that it changes.
     """
     try:
         signature = inspect.signature(function)
@@ -22,6 +23,7 @@ def arguments_of(
         numbered = {str(index): x for index, x in enumerate(args)}
         return {**numbered, **kwargs}
     arguments: dict[str, Any] = {}
+    keyword_only: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
@@ -29,6 +31,8 @@ def arguments_of(
         elif kind is inspect.Parameter.VAR_POSITIONAL:
             for index, x in enumerate(value):
                 arguments[f"{name}{index}"] = x
+        elif kind is inspect.Parameter.KEYWORD_ONLY:
+            keyword_only[name] = value
         else:
             arguments[name] = value
-    return arguments
+    return arguments | keyword_only
