@@ -910,6 +910,12 @@ def test_spec_with_each_rope_survives_json(rope):
     }
 
 
+def test_yarn_ramp_ends_at_the_features():
+    """The ramp of YaRN ends at the last feature, not at the last pair, as in transformers."""
+    scaling = YarnScaling(4.0, 64, beta_slow=1e-9)
+    assert scaling.ramp(10000.0, 8) == (0, 7)
+
+
 def test_rope_repr_shows_theta_and_fields():
     """The repr of RoPE shows its base and fields that differ from their defaults."""
     assert repr(Rope(500)) == "Rope(theta=500.0)"

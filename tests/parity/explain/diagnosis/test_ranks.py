@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +54,19 @@ def test_rank_files_are_diagnosed(write, layer, tmp_path, capsys):
     assert [comparison["rank"] for comparison in report["wrong"]] == [1, 2, 3]
     assert [finding["bugs"] for finding in report["findings"]] == [["rank-first-sinks"]]
     assert report["likely_bug"] == "rank-first-sinks"
+
+
+def test_named_files_have_no_order_of_ranks(write, layer, tmp_path, capsys):
+    """Files whose names differ in more than numbers may come in any order of these numbers."""
+    weights, problem = layer
+    paths = write(of_heads(problem, 2), query=problem.inputs["query"])
+    renamed = []
+    for path, name in zip(paths, ("left-9", "right-1"), strict=True):
+        renamed.append(str(tmp_path / f"{name}.safetensors"))
+        Path(path).rename(renamed[-1])
+    command = ["diagnose", "--mesh", "tensor=2", "--weights", weights]
+    assert main([*command, *renamed]) == 0
+    assert "on any rank" in capsys.readouterr().out
 
 
 def test_sequence_ranks_have_own_queries(write, layer, capsys):

@@ -64,6 +64,14 @@ def test_batch_and_heads_may_be_one_axis():
     )
 
 
+def test_axes_precede_the_recorded_form():
+    """A stage with other axes and in another form has both in its words, the axes first."""
+    problem, values = right(GQA)
+    values["k"] = values["k"].repeat(2, axis=1).swapaxes(1, 2)
+    words = "has axes (B, S, K, H) and is recorded after the repeat for the query heads"
+    assert diagnose(values, problem).conventions == {"k": words}
+
+
 def recorded_as(values, change):
     """Return the stages, some of them recorded in a different form."""
     return {**values, **change(values)}

@@ -93,6 +93,16 @@ def test_interrupt_in_a_finalizer_counts():
         signal.signal(signal.SIGINT, former)
 
 
+def test_deferred_interrupt_is_raised_once():
+    """A signal during an import interrupts the command after it, once."""
+    signals = _SignalHandlers(for_good=False)
+    signals.raise_deferred()
+    signals.received = signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        signals.raise_deferred()
+    signals.raise_deferred()
+
+
 def test_use_of_transformers_is_listed():
     """The uses of transformers in OPTIONAL include `--against transformers`, which is not a
     test.
