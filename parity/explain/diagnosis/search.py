@@ -64,6 +64,9 @@ LEFT_BY_LOSS = 0.1
 """The share of the mean error that a loss of precision may leave, in dtypes in which it shows; and
 that a different rounding may leave."""
 
+COMPUTED_ALIKE = ({"q", "k"}, {"k", "v"}, {"cache.keys", "cache.values"})
+"""Stages that one line of code often computes, in a function or a loop."""
+
 REPEATED = 2.0
 """The largest error of a module's path, in multiples of the change by a loss of precision."""
 
@@ -272,6 +275,25 @@ class _PartSearch:
         self._explain([stage for stage in stages if stage not in bypassing])
         for stage in bypassing:
             self._follow(stage, edits)
+        self._join_alike()
+
+    def _join_alike(self) -> None:
+        """Join findings of the same pattern, such as of keys and values: they have one cause."""
+        joined: list[Finding] = []
+        for finding in self.findings:
+            alike = [n for n, earlier in enumerate(joined) if _have_one_pattern(earlier, finding)]
+            if alike:
+                joined[alike[0]] = self._joined(joined[alike[0]], finding)
+            else:
+                joined.append(finding)
+        self.findings = joined
+
+    def _joined(self, one: Finding, other: Finding) -> Finding:
+        """Return one finding with the stages of two."""
+        index_of = self.trial.stages.index
+        stages = sorted({*one.explained_stages, *other.explained_stages}, key=index_of)
+        follows = sorted({*one.follows, *other.follows}, key=index_of)
+        return replace(one, stages=tuple(stages), follows=tuple(follows))
 
     def _bypassing(self, stages: Sequence[str]) -> list[str]:
         """Return the stages that are right as a whole, and wrong only for the values recorded
@@ -468,6 +490,16 @@ class _PartSearch:
             other = stage_named(earlier.stage)
             if (other.quantity, other.path) == (known.quantity, known.path) and not earlier.edits:
                 yield number, earlier
+
+
+def _have_one_pattern(one: Finding, other: Finding) -> bool:
+    """Return True if the same pattern explains two stages of a call that are computed alike."""
+    if not (one.is_fitted and other.is_fitted) or one.about != other.about:
+        return False
+    first, second = stage_named(one.stage), stage_named(other.stage)
+    if (first.step, first.path) != (second.step, second.path):
+        return False
+    return {first.quantity, second.quantity} in COMPUTED_ALIKE
 
 
 def _repeats_a_loss(trial: Trial, stage: str, edits: Edits) -> bool:

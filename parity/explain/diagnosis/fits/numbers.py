@@ -194,7 +194,7 @@ class Fitted:
     def _candidates(self, value: float | None) -> Iterator[float | None]:
         """Yield a value with few digits, then with more."""
         if value is not None and not self.number.is_whole and value not in self.number.grid:
-            yield from round_numbers(value, (1, 2, 3, 6))
+            yield from round_numbers(value, (1, 2, 3, 8))
         yield value
 
     def _best(self) -> float | None:

@@ -11,7 +11,7 @@ import pytest
 from helpers.samples import sample
 
 import parity
-from mha_spec import Alibi, AttentionSpec, ProportionalScaling, Rope
+from mha_spec import Alibi, AttentionSpec, LongRopeScaling, ProportionalScaling, Rope
 from parity import Case, make_problem
 from parity.explain.diagnosis.changed_layer import ChangedLayer
 from parity.measure.core.reference import Arithmetic
@@ -134,3 +134,36 @@ def test_packed_order_is_named_by_outputs():
         pattern = only_edit(observed, problem)
         assert pattern.page == "fused-qkv"
         assert pattern.about.startswith("a packed weight of all queries, then [k v] for each")
+
+
+# ---- One cause -----------------------------------------------------------------------------------
+
+
+def stages_of(problem):
+    """Return the float32 stages of a layer."""
+    return run_steps(ChangedLayer(problem, Arithmetic(dtype_named("float32"))).steps())
+
+
+def test_one_number_explains_queries_and_keys():
+    """YaRN's attention factor in a layer with LongRoPE is one finding: the fitted number is exact
+    enough to explain queries and keys.
+    """
+    scaling = LongRopeScaling(4.0, 64, (1.0, 1.5, 2.0, 4.0), (2.0, 3.0, 4.0, 8.0))
+    case = Case("factor", AttentionSpec(32, 4, rope=Rope(scaling=scaling)), "", seq_len=12)
+    problem = make_problem(case, "float32")
+    wrong_scaling = replace(scaling, attention_factor=0.1 * np.log(4.0) + 1.0)
+    wrong_case = replace(case, spec=replace(case.spec, rope=Rope(scaling=wrong_scaling)))
+    (finding,) = parity.diagnose(stages_of(replace(problem, case=wrong_case)), problem).findings
+    assert finding.about.startswith("RoPE's attention factor is 1.139 instead of")
+    assert finding.explained_stages == ("q", "k")
+
+
+def test_equal_patterns_of_keys_and_values():
+    """Features of keys and of values that are exchanged alike are one finding."""
+    case = Case("neighbors", AttentionSpec(32, 4), "", seq_len=12)
+    problem = make_problem(case, "float32")
+    stages = stages_of(problem)
+    neighbors = np.arange(8) ^ 1
+    wrong = {"q": stages["q"], "k": stages["k"][..., neighbors], "v": stages["v"][..., neighbors]}
+    (finding,) = parity.diagnose(wrong, problem, seconds=2.0).findings
+    assert finding.explained_stages == ("k", "v")
