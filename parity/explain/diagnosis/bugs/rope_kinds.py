@@ -19,9 +19,10 @@ from mha_spec import (
     Rope,
     YarnScaling,
 )
+from mha_spec.features.scaling import Scaling
 from parity.explain.diagnosis.bugs.record import Edit, Override, instead
 from parity.explain.diagnosis.bugs.rope import of_pairs, of_rope
-from parity.explain.diagnosis.bugs.sites import Change, before
+from parity.explain.diagnosis.bugs.sites import Change, always, before
 from parity.explain.diagnosis.bugs.specs import with_rope
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
@@ -50,6 +51,8 @@ def scaled(case: Case) -> Iterator[Edit]:
             with_rope(spec, replace(rope, scaling=None)),
             fix="read the RoPE scaling from the model's configuration and apply it",
         )
+        if rope.attention_factor != 1.0:
+            yield _unscaled_but_multiplied(spec, rope, scaling)
     if isinstance(scaling, (DynamicScaling, Llama3Scaling, YarnScaling)):
         yield of_scaling(
             "rope-scaling-linear",
@@ -79,6 +82,20 @@ def scaled(case: Case) -> Iterator[Edit]:
         )
     if isinstance(scaling, (YarnScaling, LongRopeScaling)):
         yield from _attention_factor(spec, rope, scaling)
+
+
+def _unscaled_but_multiplied(spec: AttentionSpec, rope: Rope, scaling: Scaling) -> Edit:
+    """The frequencies are not scaled, but cosines and sines have the factor of the scaling."""
+    return of_scaling(
+        "rope-scaling-missing",
+        f"RoPE's frequencies are not scaled ({scaling.kind}), although cosines and sines are "
+        f"multiplied by its attention factor",
+        {
+            **with_rope(spec, replace(rope, scaling=None)),
+            "attention_factor": always(rope.attention_factor),
+        },
+        fix="apply the RoPE scaling to the frequencies, not only its attention factor",
+    )
 
 
 def _with_other_ends(spec: AttentionSpec, rope: Rope, scaling: YarnScaling) -> Edit:
