@@ -137,6 +137,23 @@ def test_other_stored_dtype_is_named():
     assert "float8_e5m2 instead of float8_e4m3fn" in finding.about
 
 
+def test_free_mixture_is_not_a_finding():
+    """Halved keys and values in bfloat16 are no mixture of heads: its free numbers explain only the
+    tokens from which they were fitted.
+    """
+
+    def halved(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+        return rightly(cache, name, x) / 2
+
+    scales = {"key_scales": [0.02], "value_scales": [0.008]}
+    problem = problem_of(CacheQuantization("float8_e4m3fn", **scales), "bfloat16")
+    stages = computed(problem, halved)
+    outputs = {name: x for name, x in stages.items() if name.endswith(".output")}
+    diagnosis = parity.diagnose(outputs, problem)
+    assert diagnosis.kind == "unknown"
+    assert "uses other heads" not in str(diagnosis)
+
+
 @pytest.mark.parametrize("when_read", [False, True])
 def test_exchanged_scales_are_named(when_read):
     """Scales of keys for values, and the opposite, are named, also if only reads are wrong."""
