@@ -524,6 +524,23 @@ def test_swapped_weights_without_biases():
         )
 
 
+@pytest.mark.parametrize("stages", [("q", "k", "v"), ("output",)])
+@pytest.mark.parametrize("order", ["kvq", "vqk"])
+def test_rotated_thirds_are_one_bug(order, stages):
+    """Three equal parts of a packed weight, each read as the next one, are one bug."""
+    problem = make_problem(
+        Case("thirds", AttentionSpec(32, 4), "", seq_len=9, is_causal=True), "float32"
+    )
+    weights = dict(problem.weights)
+    for part, name in zip("qkv", order, strict=True):
+        for leaf in ("weight", "bias"):
+            weights[f"{name}_proj.{leaf}"] = problem.weights[f"{part}_proj.{leaf}"]
+    observed = observed_in(replace(problem, weights=weights))
+    (finding,) = diagnose({name: observed[name] for name in stages}, problem).findings
+    assert finding.bugs == ("fused-qkv-rotated",)
+    assert f"split in the order {', '.join(order)}" in finding.about
+
+
 def test_earlier_call_limits_a_bug():
     """A bug of later calls that the first call contradicts is named for the later calls alone."""
     case = CASE_OF["cached"]
