@@ -674,6 +674,18 @@ def test_relative_bias_distance_is_fitted():
         assert diagnosis.more == "mha-parity bugs relative-bias"
 
 
+def test_equal_buckets_are_listed():
+    """Buckets of equal width that a longer max_distance has as well are reported as either."""
+    bias = RelativeBias(8, 12)
+    spec = AttentionSpec(32, 4, scale=1.0, relative_bias=bias)
+    problem = make_problem(Case("t5", spec, "an encoder of T5", seq_len=20), "float32")
+    longer = replace(spec, relative_bias=replace(bias, max_distance=24))
+    observed = observed_in(replace(problem, case=replace(problem.case, spec=longer)))
+    (finding,) = diagnose({"scores": observed["scores"]}, problem).named
+    assert finding.bugs == ("relative-bias-linear",)
+    assert finding.about.endswith(", or max_distance is 24 instead of 12")
+
+
 LLAMA = AttentionSpec(64, 4, num_kv_heads=2, rope=Rope(500000.0, scaling=Llama3Scaling(8.0, 64)))
 
 
@@ -687,6 +699,41 @@ def frequencies_times(*factors):
         return (frequencies * np.array(factors)).astype(frequencies.dtype)
 
     return Edit(overrides={"angles": angles})
+
+
+def llama_frequencies(ends, *, divides_first):
+    """Return a change of the frequencies to Llama 3's with other ends of the ramp, by the condition
+    that is tested first.
+    """
+    low, high = ends
+    plain = 500000.0 ** -(np.arange(8) / 8)
+    turns = plain * 64 / (2 * np.pi)
+    share = (turns - low) / (high - low)
+    between = (1 - share) * plain / 8.0 + share * plain
+    if divides_first:
+        frequencies = np.where(turns < low, plain / 8.0, np.where(turns > high, plain, between))
+    else:
+        frequencies = np.where(turns > high, plain, np.where(turns < low, plain / 8.0, between))
+
+    def angles(_, original, positions):
+        of_positions = positions[:, None, :, None] * frequencies
+        return of_positions.astype(original(positions).dtype)
+
+    return Edit(overrides={"angles": angles})
+
+
+@pytest.mark.parametrize("stages", [("q", "k"), ("output",)])
+@pytest.mark.parametrize(("divides_first", "words"), [(False, "kept"), (True, "divided by")])
+def test_exchanged_ends_of_ramp_are_named(divides_first, words, stages):
+    """Exchanged ends of Llama 3's ramp are named, whichever condition is tested first."""
+    problem = make_problem(Case("llama", LLAMA, "", seq_len=20, is_causal=True), "float32")
+    right = observed_in(problem, [llama_frequencies((1.0, 4.0), divides_first=divides_first)])
+    assert diagnose({"q": right["q"]}, problem).kind == "none"
+    wrong = observed_in(problem, [llama_frequencies((4.0, 1.0), divides_first=divides_first)])
+    (finding,) = diagnose({name: wrong[name] for name in stages}, problem).named
+    assert finding.bugs == ("rope-llama3-no-ramp",)
+    assert f"ramp are {words}" in finding.about
+    assert "low_freq_factor and high_freq_factor are exchanged" in finding.about
 
 
 @pytest.mark.costly("a search for a pattern and two bugs")
