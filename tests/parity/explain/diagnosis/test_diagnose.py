@@ -18,7 +18,7 @@ from helpers.samples import sample
 from helpers.selection import one_a_code
 
 import parity
-from mha_spec import AttentionSpec, Llama3Scaling, RelativeBias, Rope
+from mha_spec import AttentionSpec, Latent, Llama3Scaling, RelativeBias, Rope, YarnScaling
 from parity import CASES, Case, make_problem, random_weights
 from parity.explain.diagnosis.attention import attention_for
 from parity.explain.diagnosis.bugs import bugs_for, edited_layer
@@ -522,6 +522,27 @@ def test_swapped_weights_without_biases():
         assert "the weights of q_proj and k_proj are exchanged, but not their biases" in str(
             diagnosis
         )
+
+
+def test_written_out_scale_has_known_bugs():
+    """A specification whose scale repeats the default one has the known bugs of that default."""
+    yarn = Rope(
+        rotary_dim=8,
+        rotated="last",
+        pairs="interleaved",
+        scaling=YarnScaling(40.0, 64, mscale=1.0, mscale_all_dim=1.0),
+    )
+    latent = AttentionSpec(
+        32, 4, head_dim=16, value_head_dim=12, latent=Latent(20, 8), qkv_bias=False, rope=yarn
+    )
+    for spec in (latent, AttentionSpec(32, 4)):
+        written_out = replace(spec, scale=spec.score_scale)
+        names = []
+        for right in (spec, written_out):
+            known = bugs_for(Case("scale", right, "", seq_len=9, is_causal=True))
+            names.append([(edit.name, edit.about, edit.fix) for edit in known])
+        assert names[0] == names[1]
+    assert "latent-mscale-once" in {edit.name for edit in bugs_for(Case("", latent, "", seq_len=9))}
 
 
 @pytest.mark.parametrize("stages", [("q", "k", "v"), ("output",)])
