@@ -203,7 +203,7 @@ def _of_groups(
 def _scales_in_dtype(
     bug: Callable[..., Edit], quantization: CacheQuantization, dtype: ScaleDtype
 ) -> Iterator[Edit]:
-    """Yield scales, and minima, that are stored in another dtype."""
+    """Yield scales, and minima, that are stored in a different dtype."""
     right = quantization.scale_dtype
     scales = "scales"
     if quantization.zero_point == "minimum":

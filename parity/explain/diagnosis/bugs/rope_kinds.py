@@ -155,7 +155,7 @@ def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
 
 
 def _of_ramp(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Edit]:
-    """The ramp has the opposite direction, or is no ramp, if it contains any frequency."""
+    """The ramp has the opposite direction, or is missing, if it contains any frequency."""
     head_dim, single = case.spec.head_dim, np.float32
     right = np.array(frequencies(rope, head_dim, 0))
     plain = np.array(frequencies(replace(rope, scaling=None), head_dim, 0), single)
@@ -181,7 +181,7 @@ def _of_ramp(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Edit]:
     # condition that a program tests decides then.
     slowest, fastest = turns[is_between].min(), turns[is_between].max()
     for about, frequency, number in (
-        ("kept", plain, f"high_freq_factor is at most {slowest:.4g}"),
+        ("not scaled", plain, f"high_freq_factor is at most {slowest:.4g}"),
         (
             "divided by the factor",
             plain / single(scaling.factor),

@@ -54,7 +54,8 @@ def scale(case: Case) -> Iterator[Edit]:
     if mscale_squared != 1.0:
         times = f" times {mscale_squared:.4g}"
     for divisor, (name, words) in _divisors(spec, right).items():
-        if divisor != right:
+        # A scale that is written out may differ from a root of the sizes by rounding alone.
+        if not math.isclose(divisor, right, rel_tol=1e-6):
             yield of_scores(
                 name,
                 family.about.format(found=words + times, right=right_words + times),

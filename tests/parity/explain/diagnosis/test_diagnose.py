@@ -542,6 +542,9 @@ def test_written_out_scale_has_known_bugs():
             known = bugs_for(Case("scale", right, "", seq_len=9, is_causal=True))
             names.append([(edit.name, edit.about, edit.fix) for edit in known])
         assert names[0] == names[1]
+    by_width = AttentionSpec(160, 2, scale=160**-0.5)  # not the inverse of math.sqrt(160)
+    known = bugs_for(Case("scale", by_width, "", seq_len=9))
+    assert not any("1 / sqrt(d_model)" in edit.about for edit in known)
     assert "latent-mscale-once" in {edit.name for edit in bugs_for(Case("", latent, "", seq_len=9))}
 
 
@@ -744,7 +747,7 @@ def llama_frequencies(ends, *, divides_first):
 
 
 @pytest.mark.parametrize("stages", [("q", "k"), ("output",)])
-@pytest.mark.parametrize(("divides_first", "words"), [(False, "kept"), (True, "divided by")])
+@pytest.mark.parametrize(("divides_first", "words"), [(False, "not scaled"), (True, "divided by")])
 def test_exchanged_ends_of_ramp_are_named(divides_first, words, stages):
     """Exchanged ends of Llama 3's ramp are named, whichever condition is tested first."""
     problem = make_problem(Case("llama", LLAMA, "", seq_len=20, is_causal=True), "float32")

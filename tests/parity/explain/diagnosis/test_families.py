@@ -148,7 +148,7 @@ def test_unscaled_frequencies_are_named(kind, stage):
 
 
 def test_theta_without_scaling_says_both():
-    """A different theta in place of a scaling is reported as a scaling that is missing."""
+    """A different theta instead of a scaling is reported as a scaling that is missing."""
     right = replace(PLAIN, rope=Rope(scaling=LinearScaling(4.0)))
     (finding,) = diagnosed(right, replace(PLAIN, rope=Rope(40000.0)), "q", "k").named
     assert finding.pages == ("rope-scaling",)
