@@ -33,11 +33,12 @@ def problem_of(
     quantization: CacheQuantization,
     dtype: str = "float32",
     spec: AttentionSpec = SPEC,
+    name: str = "quantized",
     **options: Any,
 ) -> Problem:
     """Return the problem of a prompt and two calls with a quantized cache."""
     case = Case(
-        "quantized",
+        name,
         spec,
         "a quantized cache",
         seq_len=7,

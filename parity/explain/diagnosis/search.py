@@ -418,6 +418,8 @@ class _PartSearch:
             for added, chain in sorted(
                 chains.items(), key=lambda tried: self._num_changed_in_vain(stages, edits, tried[0])
             ):
+                if question.cancel_each_other(added):
+                    continue
                 if stages.index(chain.unexplained) > stages.index(best.unexplained):
                     best = _Chain((_Cause(stage, added), *chain.causes), chain.unexplained)
         return best
@@ -692,6 +694,19 @@ class _Question:
 
     def _is_nearly_explained_by(self, edit: Edit) -> bool:
         return self.trial.deviation(self.stage, (*self.edits, edit)).ratio <= NEARLY
+
+    def cancel_each_other(self, added: Edits) -> bool:
+        """Return True if each of several bugs alone makes the stage worse.
+
+        Their errors nearly cancel then, and what they leave may resemble any small error: they are
+        believed only if they explain all stages.
+        """
+        if len(added) < 2:
+            return False
+        return all(
+            self.trial.deviation(self.stage, (*self.edits, edit)).error > self.before.error
+            for edit in added
+        )
 
     def _is_reproduced_by(self, edits: Edits) -> bool:
         """Return True if a loss of precision reproduces the stage, as far as values of the layer's

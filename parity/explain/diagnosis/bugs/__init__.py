@@ -116,6 +116,7 @@ TOPICS = (
     _topic(scores.not_finite, ATTN_WEIGHTS, CONTEXT),
     _topic(weights.transposed, QKV, OUTPUT),
     _topic(weights.swapped, QKV),
+    _topic(weights.rotated_qkv, QKV),
     _topic(rope_kinds.scaled, QKV),
     _topic(rope.turned_otherwise, QKV),
     _topic(precision.rope_numbers, QKV),
@@ -197,13 +198,14 @@ LOST_PRECISION = (
 
 WITHOUT_LATENTS = frozenset(
     {
-        *(weights.transposed, weights.swapped, weights.fused_qkv, weights.missing_biases),
+        *(weights.transposed, weights.swapped, weights.rotated_qkv, weights.fused_qkv),
+        weights.missing_biases,
         *(rope_kinds.partly, heads.reordered),
     }
 )
 """Groups of bugs in q_proj, k_proj and v_proj."""
 
-WITHOUT_KEYS = frozenset({weights.swapped, weights.fused_qkv})
+WITHOUT_KEYS = frozenset({weights.swapped, weights.rotated_qkv, weights.fused_qkv})
 """Groups that read k_proj or v_proj."""
 
 OF_OWN_KEYS = re.compile("[kv]_proj-.*|.*-[qkv]|qkv-bias-missing|rope-on-values")

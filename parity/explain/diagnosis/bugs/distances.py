@@ -44,6 +44,12 @@ RESTARTED = (
 )
 """The description and overrides of a bug that all of them can have."""
 
+USUAL_TIMES = (2.0, 0.5, 4.0, 0.25)
+"""Factors of a max_distance that is wrong."""
+
+USUAL_DISTANCES = (128, 256, 64, 512, 32, 16, 20, 8)
+"""Values of max_distance in use."""
+
 SINUSOID_PRODUCTS = replace(
     RELATIVE_PRODUCTS,
     fix="add scaled products of q + position_bias with the projected sinusoids of query - key, "
@@ -113,7 +119,7 @@ def relative_bias(case: Case) -> Iterator[Edit]:
     if isinstance(right, GridBias):
         yield from _of_grid(right)
     else:
-        yield from _of_distances(spec, right)
+        yield from _of_distances(case, right)
     if spec.score_scale != 1.0:
         yield bug(
             "relative-bias-scaled",
@@ -144,7 +150,8 @@ def _scaled(factor: float, x: np.ndarray) -> np.ndarray:
     return x.dtype.type(factor) * x
 
 
-def _of_distances(spec: AttentionSpec, right: RelativeBias) -> Iterator[Edit]:
+def _of_distances(case: Case, right: RelativeBias) -> Iterator[Edit]:
+    spec = case.spec
     bug = RELATIVE_BIAS.shown_in("scores")
     if right.bidirectional and right.max_distance > right.num_buckets // 2:
         about = "later keys share the query's own bucket, as in a decoder"
@@ -165,7 +172,38 @@ def _of_distances(spec: AttentionSpec, right: RelativeBias) -> Iterator[Edit]:
     yield bug("relative-bias-off-by-one", about, {"bucket": before(_one_less)})
     if not np.array_equal(_Linear(**asdict(right)).buckets(), right.buckets()):
         about = "all buckets of more than one distance have equal width"
+        alike = _max_distance_like_linear(right, case)
+        if alike is not None:
+            about += f", or max_distance is {alike} instead of {right.max_distance}"
         yield bug("relative-bias-linear", about, {"share_of_logarithm": _share_of_distance})
+
+
+def _max_distance_like_linear(right: RelativeBias, case: Case) -> int | None:
+    """Return a max_distance whose buckets are the buckets of equal width for all distances of a
+    case; None if no usual one has them.
+    """
+    num_tokens = max(case.seq_len, case.key_len)
+    distances = np.arange(-num_tokens + 1, num_tokens)
+    if case.is_causal:
+        distances = distances[distances <= 0]
+    linear = _buckets_of(_Linear(**asdict(right)), distances)
+    multiples = [round(times * right.max_distance) for times in USUAL_TIMES]
+    for max_distance in (*multiples, *USUAL_DISTANCES):
+        if max_distance == right.max_distance:
+            continue
+        try:
+            other = replace(right, max_distance=max_distance)
+        except ValueError:  # no more than the distances with a bucket each
+            continue
+        if np.array_equal(_buckets_of(other, distances), linear):
+            return max_distance
+    return None
+
+
+def _buckets_of(bias: RelativeBias, distances: np.ndarray) -> np.ndarray:
+    """Return the bucket of each distance, key - query."""
+    within = np.clip(distances, -bias.max_distance, bias.max_distance)
+    return bias.buckets()[within + bias.max_distance]
 
 
 def _negative(distance: np.ndarray) -> tuple[np.ndarray]:

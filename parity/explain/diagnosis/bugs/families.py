@@ -8,6 +8,7 @@ from functools import partial
 
 from mha_spec import AttentionSpec
 from parity.explain.diagnosis.bugs.record import Edit, known_bug
+from parity.explain.diagnosis.bugs.specs import without_default_scale
 from parity.measure.core.problem import Problem
 
 
@@ -262,6 +263,7 @@ def scale_family(spec: AttentionSpec) -> BugFamily:
     """Return the family of scales: the usual one, or the scale of a layer with its own, as with
     latents and YaRN.
     """
+    spec = without_default_scale(spec)
     is_usual = spec.scale is None and math.isclose(spec.score_scale * math.sqrt(spec.head_dim), 1.0)
     return DIVIDED if is_usual else MULTIPLIED
 

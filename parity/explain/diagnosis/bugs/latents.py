@@ -14,7 +14,7 @@ from parity.explain.diagnosis.bugs.families import LATENTS
 from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.bugs.scores import yarn_factor
 from parity.explain.diagnosis.bugs.sites import Overrides, after, features_unchanged, for_names
-from parity.explain.diagnosis.bugs.specs import of_spec
+from parity.explain.diagnosis.bugs.specs import of_spec, without_default_scale
 from parity.measure.core.case import Case
 
 
@@ -129,6 +129,7 @@ def _reordered(order: np.ndarray, features: np.ndarray) -> np.ndarray:
 
 
 def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Edit]:
+    spec = without_default_scale(spec)
     if spec.scale is not None:
         return
     mscale_squared = yarn_factor(spec)

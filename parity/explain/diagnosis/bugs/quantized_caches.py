@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import get_args
 
 import numpy as np
 
 from parity.explain.diagnosis.bugs.families import CACHE_QUANTIZATION
 from parity.explain.diagnosis.bugs.record import Edit, Override
-from parity.explain.diagnosis.bugs.sites import after, always, for_names
+from parity.explain.diagnosis.bugs.sites import after, always, for_names, in_sixteen_bits
 from parity.measure.core.case import Case
 from parity.measure.core.quantization import (
     FIXED,
@@ -17,6 +18,7 @@ from parity.measure.core.quantization import (
     NUM_STEPS,
     SCALE_AXES,
     CacheQuantization,
+    ScaleDtype,
 )
 from parity.measure.core.reference import Layer
 
@@ -77,6 +79,9 @@ def quantized_caches(case: Case) -> Iterator[Edit]:
                 {"cache_quantization": always(other)},
                 fix="allocate the cache in the specified dtype, and scale to its largest number",
             )
+    for dtype in get_args(ScaleDtype):
+        if dtype != quantization.scale_dtype:
+            yield from _scales_in_dtype(rounding, quantization, dtype)
     yield from _exchanged(bug, case)
     yield from _before_or_after_rope(rounding, case)
 
@@ -192,6 +197,29 @@ def _of_groups(
             "cache-scale-axis",
             f"the scales of cached {words} are read feature by feature instead of head by head",
             {"cache_scales": for_names(names, after(_by_feature))},
+        )
+
+
+def _scales_in_dtype(
+    bug: Callable[..., Edit], quantization: CacheQuantization, dtype: ScaleDtype
+) -> Iterator[Edit]:
+    """Yield scales, and minima, that are stored in a different dtype."""
+    right = quantization.scale_dtype
+    scales = "scales"
+    if quantization.zero_point == "minimum":
+        scales = "scales and minima"
+    yield bug(
+        "cache-scale-dtype",
+        f"the cache stores its {scales} in {dtype} instead of {right}",
+        {"cache_quantization": always(quantization.replace(scale_dtype=dtype))},
+        fix=f"allocate the {scales} of the cache in {right}",
+    )
+    if quantization.zero_point == "minimum" and right == "float32":
+        yield bug(
+            "cache-scale-dtype",
+            f"the cache stores its scales, but not its minima, in {dtype} instead of {right}",
+            {"cache_scales": after(partial(in_sixteen_bits, dtype=dtype))},
+            fix=f"allocate the scales of the cache in {right}",
         )
 
 

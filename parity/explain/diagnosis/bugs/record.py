@@ -28,11 +28,18 @@ class WrongField:
         field: the name of the field, such as `rope.theta`.
         actual: the value that the implementation uses.
         expected: the value that it should use.
+
+    Raises:
+        ValueError: if they are equal: the field is right, and something else is wrong.
     """
 
     field: str
     actual: Any
     expected: Any
+
+    def __post_init__(self) -> None:
+        if self.actual == self.expected:
+            raise ValueError(f"{self.field} is {self.actual!r} instead of the same value")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the field for JSON: `{"field": "rope.theta", "is": 5e5, "should_be": 1e4}`."""

@@ -19,9 +19,10 @@ from mha_spec import (
     Rope,
     YarnScaling,
 )
+from mha_spec.features.scaling import Scaling
 from parity.explain.diagnosis.bugs.record import Edit, Override, instead
 from parity.explain.diagnosis.bugs.rope import of_pairs, of_rope
-from parity.explain.diagnosis.bugs.sites import Change, before
+from parity.explain.diagnosis.bugs.sites import Change, always, before
 from parity.explain.diagnosis.bugs.specs import with_rope
 from parity.measure.core.case import Case
 from parity.measure.core.reference import Layer
@@ -50,6 +51,8 @@ def scaled(case: Case) -> Iterator[Edit]:
             with_rope(spec, replace(rope, scaling=None)),
             fix="read the RoPE scaling from the model's configuration and apply it",
         )
+        if rope.attention_factor != 1.0:
+            yield _unscaled_but_multiplied(spec, rope, scaling)
     if isinstance(scaling, (DynamicScaling, Llama3Scaling, YarnScaling)):
         yield of_scaling(
             "rope-scaling-linear",
@@ -61,7 +64,7 @@ def scaled(case: Case) -> Iterator[Edit]:
             ),
         )
     if isinstance(scaling, Llama3Scaling):
-        yield from _inverted(case, rope, scaling)
+        yield from _of_ramp(case, rope, scaling)
     if isinstance(scaling, YarnScaling):
         yield _with_other_ends(spec, rope, scaling)
     if isinstance(scaling, LongRopeScaling):
@@ -79,6 +82,20 @@ def scaled(case: Case) -> Iterator[Edit]:
         )
     if isinstance(scaling, (YarnScaling, LongRopeScaling)):
         yield from _attention_factor(spec, rope, scaling)
+
+
+def _unscaled_but_multiplied(spec: AttentionSpec, rope: Rope, scaling: Scaling) -> Edit:
+    """The frequencies are not scaled, but cosines and sines have the factor of the scaling."""
+    return of_scaling(
+        "rope-scaling-missing",
+        f"RoPE's frequencies are not scaled ({scaling.kind}), although cosines and sines are "
+        f"multiplied by its attention factor",
+        {
+            **with_rope(spec, replace(rope, scaling=None)),
+            "attention_factor": always(rope.attention_factor),
+        },
+        fix="apply the RoPE scaling to the frequencies, not only its attention factor",
+    )
 
 
 def _with_other_ends(spec: AttentionSpec, rope: Rope, scaling: YarnScaling) -> Edit:
@@ -137,13 +154,14 @@ def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
     return is_beyond, is_within, is_divided
 
 
-def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Edit]:
-    """The ramp has the opposite direction, if it contains any frequency."""
+def _of_ramp(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Edit]:
+    """The ramp has the opposite direction, or is missing, if it contains any frequency."""
     head_dim, single = case.spec.head_dim, np.float32
     right = np.array(frequencies(rope, head_dim, 0))
     plain = np.array(frequencies(replace(rope, scaling=None), head_dim, 0), single)
     low, high = single(scaling.low_freq_factor), single(scaling.high_freq_factor)
-    slowed = (single(scaling.original_length) * plain / single(2 * math.pi) - low) / (high - low)
+    turns = single(scaling.original_length) * plain / single(2 * math.pi)
+    slowed = (turns - low) / (high - low)
     is_between = (slowed > 0) & (slowed < 1)
     mixed = slowed * (plain / single(scaling.factor)) + (1 - slowed) * plain
     ratio = np.where(is_between, mixed / right, 1.0)
@@ -159,6 +177,27 @@ def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Edit]:
             "becomes (1 - smooth) * f / factor + smooth * f"
         ),
     )
+    # If low_freq_factor and high_freq_factor are exchanged, nothing is between them. The first
+    # condition that a program tests decides then.
+    slowest, fastest = turns[is_between].min(), turns[is_between].max()
+    for about, frequency, number in (
+        ("not scaled", plain, f"high_freq_factor is at most {slowest:.4g}"),
+        (
+            "divided by the factor",
+            plain / single(scaling.factor),
+            f"low_freq_factor is at least {fastest:.4g}",
+        ),
+    ):
+        yield of_scaling(
+            "rope-llama3-no-ramp",
+            f"the frequencies of llama3's ramp are {about}: the ramp is missing, low_freq_factor "
+            f"and high_freq_factor are exchanged, or {number}",
+            {"angles": partial(_multiplied_angles, np.where(is_between, frequency / right, 1.0))},
+            fix=(
+                f"set low_freq_factor to {scaling.low_freq_factor:g} and high_freq_factor to "
+                f"{scaling.high_freq_factor:g}, and mix the frequencies between them"
+            ),
+        )
 
 
 def _multiplied_angles(

@@ -25,7 +25,7 @@ from parity.explain.diagnosis.bugs.sites import (
     attn_weights,
     in_sixteen_bits,
 )
-from parity.explain.diagnosis.bugs.specs import of_spec
+from parity.explain.diagnosis.bugs.specs import of_spec, without_default_scale
 from parity.measure.core.case import Case
 from parity.measure.core.divisors import wrong_divisors
 from parity.measure.core.reference import Layer
@@ -42,7 +42,7 @@ def scale(case: Case) -> Iterator[Edit]:
 
     YaRN's factor is kept.
     """
-    spec = case.spec
+    spec = without_default_scale(case.spec)
     mscale_squared = yarn_factor(spec)
     family = scale_family(spec)
     fix = family.fix_for(spec)
@@ -54,7 +54,8 @@ def scale(case: Case) -> Iterator[Edit]:
     if mscale_squared != 1.0:
         times = f" times {mscale_squared:.4g}"
     for divisor, (name, words) in _divisors(spec, right).items():
-        if divisor != right:
+        # A scale that is written out may differ from a root of the sizes by rounding alone.
+        if not math.isclose(divisor, right, rel_tol=1e-6):
             yield of_scores(
                 name,
                 family.about.format(found=words + times, right=right_words + times),
@@ -132,7 +133,7 @@ def _divided(divisor: float, layer: Layer, x: np.ndarray) -> np.ndarray:
 
 def yarn_factor(spec: AttentionSpec) -> float:
     """Return mscale², which scales layers with latents and YaRN; 1 otherwise."""
-    if spec.rope is None or spec.latent is None or spec.scale is not None:
+    if spec.rope is None or spec.latent is None or without_default_scale(spec).scale is not None:
         return 1.0
     if not isinstance(spec.rope.scaling, YarnScaling):
         return 1.0

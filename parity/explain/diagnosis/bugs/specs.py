@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -72,6 +73,16 @@ def with_rope(right: AttentionSpec, rope: Rope | None) -> Overrides:
     if wrong.score_scale != right.score_scale:
         return of_spec(right, rope=rope, scale=right.score_scale)
     return of_spec(right, rope=rope)
+
+
+def without_default_scale(spec: AttentionSpec) -> AttentionSpec:
+    """Return a specification without a scale of its own if that only repeats the default one."""
+    if spec.scale is None:
+        return spec
+    usual = replace(spec, scale=None)
+    if math.isclose(spec.scale, usual.score_scale, rel_tol=1e-6):
+        return usual
+    return spec
 
 
 def overrides_of(right: AttentionSpec, wrong: AttentionSpec) -> Overrides | None:

@@ -156,6 +156,32 @@ def fused_qkv(case: Case) -> Iterator[Edit]:
                 yield bug(f"{about}, but not its bias", read(leaves=("weight",)))
 
 
+def rotated_qkv(case: Case) -> Iterator[Edit]:
+    """The three parts of a packed weight are each read as the next one, or as the one before."""
+    spec = case.spec
+    is_in_thirds = (
+        spec.num_heads == spec.num_kv_heads
+        and spec.value_head_dim == spec.head_dim
+        and spec.d_in == spec.d_kv
+    )
+    if not is_in_thirds or isinstance(spec.qkv_bias, tuple):
+        return
+    for read_order, packed_order in (("k, v, q", "v, q, k"), ("v, q, k", "k, v, q")):
+        bug = partial(FUSED_QKV.shown_in("q", "k"), "fused-qkv-rotated", fix=FUSED_QKV.fix)
+        about = (
+            f"a fused weight of q, k, v is split in the order {read_order}, or one of "
+            f"{packed_order} in the order q, k, v"
+        )
+        packed_as = dict(zip(read_order.split(", "), "qkv", strict=True))
+        projections = {f"{name}_proj": f"{part}_proj" for name, part in packed_as.items()}
+        yield bug(about, {"has_bias": named_as(projections), "parameter": read_as(projections)})
+        if any(spec.qkv_biases):  # loaded by themselves: only searched for
+            weights_alone = {
+                f"{name}.weight": f"{part}.weight" for name, part in projections.items()
+            }
+            yield bug(f"{about}, but not its bias", {"parameter": read_as(weights_alone)})
+
+
 def misread(name: str, order: np.ndarray, names: tuple[str, ...], about: str, fix: str) -> Edit:
     """Return a packed weight that was read in a different order than it was packed in.
 

@@ -48,6 +48,11 @@ LEAST = 1e-3
 output.
 """
 
+UNPREDICTED = 0.1
+"""The share of the error, root mean square, that free numbers of a mixture may leave in tokens from
+which they were not fitted.
+"""
+
 WORST = 1e4
 """The largest condition number of an out_proj that is inverted."""
 
@@ -247,13 +252,16 @@ def mixtures(difference: Difference) -> Iterator[Edit]:
     is_wrong = np.abs(mixture - np.eye(heads)).max(axis=1) > LEAST
     if not is_wrong.any() or rank != heads**2:
         return
+    families = _families_of_mixture(mixture)
+    if not families and not _predicts_other_tokens(difference, by_token, wanted, columns):
+        return
     if difference.is_explained_by((terms @ coefficients).reshape(difference.expected.shape) + bias):
         yield difference.pattern(
             "heads in output",
             _mixture_words(mixture, np.flatnonzero(is_wrong)),
             {"heads": mixture.tolist()},
             heads**2,
-            families=_families_of_mixture(mixture),
+            families=families,
         )
 
 
@@ -280,6 +288,29 @@ def _may_be_a_mixture(
     if difference.scale:
         growth = max(growth, float(np.abs(difference.actual).max()) / difference.scale)
     return left <= growth * difference.allowed["max"]
+
+
+def _predicts_other_tokens(
+    difference: Difference, by_token: np.ndarray, wanted: np.ndarray, columns: list[np.ndarray]
+) -> bool:
+    """Return True if the mixture of half of the tokens explains the other half.
+
+    A free number for each pair of heads resembles many bugs within a wide budget, but only at the
+    tokens from which the numbers were fitted.
+    """
+    predicted = np.empty_like(wanted)
+    for half in (0, 1):
+        own = _terms_of_mixture(by_token[half::2], columns)
+        coefficients, _, rank, _ = np.linalg.lstsq(own, wanted[half::2].ravel(), rcond=None)
+        if rank != len(columns) ** 2:
+            return False
+        others = _terms_of_mixture(by_token[1 - half :: 2], columns) @ coefficients
+        predicted[1 - half :: 2] = others.reshape(-1, wanted.shape[1])
+    return _size(predicted - wanted) <= UNPREDICTED * _size(difference.errors)
+
+
+def _size(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(x**2)))
 
 
 def _terms_of_mixture(by_token: np.ndarray, columns: list[np.ndarray]) -> np.ndarray:

@@ -14,7 +14,7 @@ from parity.explain.diagnosis.bugs import families as of
 from parity.explain.diagnosis.bugs.record import Edit, Override
 from parity.explain.diagnosis.fits.changes import part
 from parity.explain.diagnosis.fits.numbers import EPSILONS, Fitted, Number, StageTrial
-from parity.explain.diagnosis.fits.words import readable_apart
+from parity.explain.diagnosis.fits.words import instead_of
 from parity.measure.core.problem import Problem
 
 Standardise = Callable[[np.ndarray, Norm], np.ndarray]
@@ -101,7 +101,7 @@ def norm_numbers(trial: StageTrial, problem: Problem) -> Iterator[Edit]:
     for name, whose in (("q", "queries"), ("k", "keys")):
         number = Number("eps", name, norm.eps, EPSILONS, partial(_with_eps, name))
         for value in Fitted(trial, number).numbers():
-            wrong, right = readable_apart(value, norm.eps)
+            wrong, right = instead_of(value, norm.eps)
             words = f"the eps of the norm of {whose} is {wrong} instead of {right}"
             fitted = {"value": value, "expected": norm.eps}
             yield trial.difference.pattern(

@@ -20,7 +20,7 @@ from parity.explain.diagnosis.bugs.record import Edit, with_spec, wrong_fields_o
 from parity.explain.diagnosis.bugs.specs import spec_edit, with_rope
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.rotation import as_exponent, scaling_families, theta_families
-from parity.explain.diagnosis.fits.words import NEAR, readable, readable_apart
+from parity.explain.diagnosis.fits.words import NEAR, instead_of, readable
 from parity.explain.fitting.numbers import round_numbers
 from parity.explain.fitting.thetas import THETAS
 from parity.measure.core.problem import Problem
@@ -276,7 +276,7 @@ def _words(number: Number, value: float | None, spec: AttentionSpec) -> str:
     right, words = number.right, number.words
     if value is None or right is None:
         return f"{words} is {_number(value)} instead of {_number(right)}"
-    wrong_text, right_text = readable_apart(value, right)
+    wrong_text, right_text = instead_of(value, right)
     if number.name == "scale":
         return of.DIVIDED.about.format(found=f"is {wrong_text}", right=right_text)
     if number.name == "theta":

@@ -22,10 +22,10 @@ from parity.explain.diagnosis.bugs.record import Edit, Override, WrongField
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.words import (
     NEAR,
+    instead_of,
     is_round,
     listed,
     readable,
-    readable_apart,
 )
 from parity.explain.fitting.numbers import round_numbers
 from parity.explain.fitting.rotation import complex_pairs, fit_rotation, with_pairs
@@ -215,13 +215,13 @@ def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
         families=(of.REVERSED_ROPE,),
     )
     if rope.scaling is not None:
-        yield _Rule(
-            "rope unscaled",
-            "RoPE's frequencies are not scaled",
-            theta ** (-2 * i / d),
-            amplitude=plain,
-            families=(of.SCALING,),
-        )
+        words = "RoPE's frequencies are not scaled"
+        unscaled = theta ** (-2 * i / d)
+        families = (of.SCALING,)
+        yield _Rule("rope unscaled", words, unscaled, amplitude=plain, families=families)
+        if plain != 1.0:
+            words += ", although cosines and sines are multiplied by the attention factor"
+            yield _Rule("rope unscaled", words, unscaled, families=families)
     forms = {
         "i / d": i / d,
         "2 (i + 1) / d": 2 * (i + 1) / d,
@@ -280,18 +280,35 @@ def _theta(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule
         return
     exponents = plain_exponents(len(turning.right))
     for value in _rounded(theta):
-        wrong_text, right_text = readable_apart(value, rope.theta)
-        words = THETA.about.format(found=wrong_text, right=right_text)
+        if value == rope.theta:
+            continue  # this theta without a scaling is a rule of its own
+        frequencies = value**-exponents
         fitted = {"theta": value, "expected": rope.theta}
-        families = theta_families(value, spec)
+        wrong_text, right_text = instead_of(value, rope.theta)
+        wrong_theta = WrongField("rope.theta", value, rope.theta)
+        if rope.scaling is None:
+            yield _Rule(
+                "rope theta",
+                THETA.about.format(found=wrong_text, right=right_text),
+                frequencies,
+                fitted,
+                1,
+                families=theta_families(value, spec),
+                wrong_fields=(wrong_theta,),
+            )
+            continue
+        words = (
+            f"RoPE's frequencies are the ones of theta {wrong_text} without a scaling, instead of "
+            f"theta {right_text} with {rope.scaling.kind} scaling"
+        )
         yield _Rule(
             "rope theta",
             words,
-            value**-exponents,
+            frequencies,
             fitted,
             1,
-            families=families,
-            wrong_fields=(WrongField("rope.theta", value, rope.theta),),
+            families=(of.SCALING,),
+            wrong_fields=(wrong_theta, WrongField("rope.scaling", None, rope.scaling)),
         )
 
 

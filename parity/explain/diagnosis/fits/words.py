@@ -48,10 +48,23 @@ def readable_apart(x: float, right: float) -> tuple[str, str]:
     if x == right or not (math.isfinite(x) and math.isfinite(right)):
         return texts
     digits = 4
-    while texts[0] == texts[1]:
+    # Not "equal texts": 1e+04 is the same number as 10000.
+    while float(texts[0]) == float(texts[1]):
         digits += 1
         texts = f"{x:.{digits}g}", f"{right:.{digits}g}"
     return texts
+
+
+def instead_of(x: float, right: float) -> tuple[str, str]:
+    """Return a wrong number and the right one as texts that differ, for `is x instead of y`.
+
+    Raises:
+        ValueError: if they are equal. A pattern must not call a right number wrong: it explains
+            something else.
+    """
+    if x == right:
+        raise ValueError(f"{readable(x)} instead of the same number")
+    return readable_apart(x, right)
 
 
 def listed(numbers: Sequence[float], right: float = math.nan) -> str:

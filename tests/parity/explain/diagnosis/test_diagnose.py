@@ -18,7 +18,7 @@ from helpers.samples import sample
 from helpers.selection import one_a_code
 
 import parity
-from mha_spec import AttentionSpec, Llama3Scaling, RelativeBias, Rope
+from mha_spec import AttentionSpec, Latent, Llama3Scaling, RelativeBias, Rope, YarnScaling
 from parity import CASES, Case, make_problem, random_weights
 from parity.explain.diagnosis.attention import attention_for
 from parity.explain.diagnosis.bugs import bugs_for, edited_layer
@@ -524,6 +524,47 @@ def test_swapped_weights_without_biases():
         )
 
 
+def test_written_out_scale_has_known_bugs():
+    """A specification whose scale repeats the default one has the known bugs of that default."""
+    yarn = Rope(
+        rotary_dim=8,
+        rotated="last",
+        pairs="interleaved",
+        scaling=YarnScaling(40.0, 64, mscale=1.0, mscale_all_dim=1.0),
+    )
+    latent = AttentionSpec(
+        32, 4, head_dim=16, value_head_dim=12, latent=Latent(20, 8), qkv_bias=False, rope=yarn
+    )
+    for spec in (latent, AttentionSpec(32, 4)):
+        written_out = replace(spec, scale=spec.score_scale)
+        names = []
+        for right in (spec, written_out):
+            known = bugs_for(Case("scale", right, "", seq_len=9, is_causal=True))
+            names.append([(edit.name, edit.about, edit.fix) for edit in known])
+        assert names[0] == names[1]
+    by_width = AttentionSpec(160, 2, scale=160**-0.5)  # not the inverse of math.sqrt(160)
+    known = bugs_for(Case("scale", by_width, "", seq_len=9))
+    assert not any("1 / sqrt(d_model)" in edit.about for edit in known)
+    assert "latent-mscale-once" in {edit.name for edit in bugs_for(Case("", latent, "", seq_len=9))}
+
+
+@pytest.mark.parametrize("stages", [("q", "k", "v"), ("output",)])
+@pytest.mark.parametrize("order", ["kvq", "vqk"])
+def test_rotated_thirds_are_one_bug(order, stages):
+    """Three equal parts of a packed weight, each read as the next one, are one bug."""
+    problem = make_problem(
+        Case("thirds", AttentionSpec(32, 4), "", seq_len=9, is_causal=True), "float32"
+    )
+    weights = dict(problem.weights)
+    for part, name in zip("qkv", order, strict=True):
+        for leaf in ("weight", "bias"):
+            weights[f"{name}_proj.{leaf}"] = problem.weights[f"{part}_proj.{leaf}"]
+    observed = observed_in(replace(problem, weights=weights))
+    (finding,) = diagnose({name: observed[name] for name in stages}, problem).findings
+    assert finding.bugs == ("fused-qkv-rotated",)
+    assert f"split in the order {', '.join(order)}" in finding.about
+
+
 def test_earlier_call_limits_a_bug():
     """A bug of later calls that the first call contradicts is named for the later calls alone."""
     case = CASE_OF["cached"]
@@ -657,6 +698,18 @@ def test_relative_bias_distance_is_fitted():
         assert diagnosis.more == "mha-parity bugs relative-bias"
 
 
+def test_equal_buckets_are_listed():
+    """Buckets of equal width that a longer max_distance has as well are reported as either."""
+    bias = RelativeBias(8, 12)
+    spec = AttentionSpec(32, 4, scale=1.0, relative_bias=bias)
+    problem = make_problem(Case("t5", spec, "an encoder of T5", seq_len=20), "float32")
+    longer = replace(spec, relative_bias=replace(bias, max_distance=24))
+    observed = observed_in(replace(problem, case=replace(problem.case, spec=longer)))
+    (finding,) = diagnose({"scores": observed["scores"]}, problem).named
+    assert finding.bugs == ("relative-bias-linear",)
+    assert finding.about.endswith(", or max_distance is 24 instead of 12")
+
+
 LLAMA = AttentionSpec(64, 4, num_kv_heads=2, rope=Rope(500000.0, scaling=Llama3Scaling(8.0, 64)))
 
 
@@ -670,6 +723,41 @@ def frequencies_times(*factors):
         return (frequencies * np.array(factors)).astype(frequencies.dtype)
 
     return Edit(overrides={"angles": angles})
+
+
+def llama_frequencies(ends, *, divides_first):
+    """Return a change of the frequencies to Llama 3's with other ends of the ramp, by the condition
+    that is tested first.
+    """
+    low, high = ends
+    plain = 500000.0 ** -(np.arange(8) / 8)
+    turns = plain * 64 / (2 * np.pi)
+    share = (turns - low) / (high - low)
+    between = (1 - share) * plain / 8.0 + share * plain
+    if divides_first:
+        frequencies = np.where(turns < low, plain / 8.0, np.where(turns > high, plain, between))
+    else:
+        frequencies = np.where(turns > high, plain, np.where(turns < low, plain / 8.0, between))
+
+    def angles(_, original, positions):
+        of_positions = positions[:, None, :, None] * frequencies
+        return of_positions.astype(original(positions).dtype)
+
+    return Edit(overrides={"angles": angles})
+
+
+@pytest.mark.parametrize("stages", [("q", "k"), ("output",)])
+@pytest.mark.parametrize(("divides_first", "words"), [(False, "not scaled"), (True, "divided by")])
+def test_exchanged_ends_of_ramp_are_named(divides_first, words, stages):
+    """Exchanged ends of Llama 3's ramp are named, whichever condition is tested first."""
+    problem = make_problem(Case("llama", LLAMA, "", seq_len=20, is_causal=True), "float32")
+    right = observed_in(problem, [llama_frequencies((1.0, 4.0), divides_first=divides_first)])
+    assert diagnose({"q": right["q"]}, problem).kind == "none"
+    wrong = observed_in(problem, [llama_frequencies((4.0, 1.0), divides_first=divides_first)])
+    (finding,) = diagnose({name: wrong[name] for name in stages}, problem).named
+    assert finding.bugs == ("rope-llama3-no-ramp",)
+    assert f"ramp are {words}" in finding.about
+    assert "low_freq_factor and high_freq_factor are exchanged" in finding.about
 
 
 @pytest.mark.costly("a search for a pattern and two bugs")

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import parity
-from mha_spec import AttentionSpec, LinearScaling, Norm, Rope
+from mha_spec import AttentionSpec, LinearScaling, LongRopeScaling, Norm, Rope, YarnScaling
 from parity.explain.diagnosis.bugs import families
 from parity.explain.diagnosis.bugs.families import BugFamily
+from parity.explain.diagnosis.bugs.record import WrongField
+from parity.explain.diagnosis.fits.words import instead_of
 from parity.measure.core.case import Case
 from parity.measure.core.problem import make_problem
 from parity.measure.core.reference import steps
@@ -117,6 +119,54 @@ def test_keep_rate_on_the_context_is_dropout():
     values = run_steps(steps(problem, "float32"))
     diagnosis = parity.diagnose({"context": values["context"] / np.float32(0.9)}, problem)
     assert [finding.pages for finding in diagnosis.findings] == [("dropout",)]
+
+
+SCALINGS = {
+    "yarn": YarnScaling(4.0, 64),
+    "longrope": LongRopeScaling(4.0, 8, (1.0, 1.1, 1.3, 1.7), (1.0, 1.9, 3.1, 4.0)),
+}
+
+
+@pytest.mark.parametrize("stage", ["q", "output"])
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_unscaled_frequencies_are_named(kind, stage):
+    """Frequencies that are not scaled are named if cosines and sines have the scaling's factor, and
+    no theta is called wrong.
+    """
+    scaling = SCALINGS[kind]
+    right = replace(PLAIN, rope=Rope(scaling=scaling))
+    plain = replace(
+        right, rope=Rope(scaling=YarnScaling(1.0, 64, attention_factor=scaling.amplitude()))
+    )
+    diagnosis = diagnosed(right, plain, stage)
+    (finding,) = diagnosis.named
+    assert finding.bugs == ("rope-scaling-missing",)
+    assert finding.about == (
+        f"RoPE's frequencies are not scaled ({kind}), although cosines and sines are multiplied by "
+        f"its attention factor"
+    )
+
+
+def test_theta_without_scaling_says_both():
+    """A different theta instead of a scaling is reported as a scaling that is missing."""
+    right = replace(PLAIN, rope=Rope(scaling=LinearScaling(4.0)))
+    (finding,) = diagnosed(right, replace(PLAIN, rope=Rope(40000.0)), "q", "k").named
+    assert finding.pages == ("rope-scaling",)
+    assert finding.about == (
+        "RoPE's frequencies are the ones of theta 40000 without a scaling, instead of theta 10000 "
+        "with linear scaling"
+    )
+    assert [wrong.field for wrong in finding.wrong_fields] == ["rope.theta", "rope.scaling"]
+
+
+def test_right_number_is_not_called_wrong():
+    """No words and no field can say that a number is wrong because it is what it should be."""
+    for number in (10000, 10000.0):
+        with pytest.raises(ValueError, match="10000 instead of the same number"):
+            instead_of(10000.0, number)
+        with pytest.raises(ValueError, match="instead of the same value"):
+            WrongField("rope.theta", 10000.0, number)
+    assert instead_of(10000.0, 10000.01) == ("10000", "10000.01")
 
 
 def test_pattern_of_two_families_has_pages():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from helpers.quantized import Quantizer, computed, problem_of, rightly
@@ -135,6 +136,76 @@ def test_other_stored_dtype_is_named():
     (finding,) = parity.diagnose(computed(problem, quantization=other), problem).findings
     assert finding.bugs == ("cache-other-dtype",)
     assert "float8_e5m2 instead of float8_e4m3fn" in finding.about
+
+
+SCALE_DTYPES = (
+    ("int8", "token_head", "none", "its scales in bfloat16"),
+    ("float8_e4m3fn", "head", "none", "its scales in float16"),
+    ("int4", "token", "minimum", "its scales and minima in bfloat16"),
+)
+
+
+@pytest.mark.parametrize(("stored", "group", "zero_point", "words"), SCALE_DTYPES)
+def test_other_dtype_of_scales_is_named(stored, group, zero_point, words):
+    """Scales in 16 bits instead of float32 are named, from all stages and from outputs."""
+    quantization = CacheQuantization(stored, group, zero_point=zero_point)
+    problem = problem_of(quantization)
+    other = quantization.replace(scale_dtype=words.split()[-1])
+    stages = computed(problem, quantization=other)
+    outputs = {name: x for name, x in stages.items() if name.endswith(".output")}
+    for observed in (stages, outputs):
+        (finding,) = parity.diagnose(observed, problem).findings
+        assert finding.bugs == ("cache-scale-dtype",)
+        assert f"{words} instead of float32" in finding.about
+
+
+def test_scales_without_minima_in_16_bits():
+    """Scales in bfloat16 next to minima in float32 are named as such."""
+
+    def narrow_scales(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+        scales, zeros = cache.scales(name, x).bfloat16().float(), cache.zeros(name, x)
+        return cache.rounded((x - zeros) / scales) * scales + zeros
+
+    problem = problem_of(CacheQuantization("int4", "token_head", zero_point="minimum"))
+    (finding,) = parity.diagnose(computed(problem, narrow_scales), problem).findings
+    assert finding.bugs == ("cache-scale-dtype",)
+    assert "but not its minima" in finding.about
+
+
+def test_free_mixture_is_not_a_finding():
+    """Halved keys and values in bfloat16 are no mixture of heads: its free numbers explain only the
+    tokens from which they were fitted.
+    """
+
+    def halved(cache: Quantizer, name: str, x: torch.Tensor) -> torch.Tensor:
+        return rightly(cache, name, x) / 2
+
+    scales = {"key_scales": [0.02], "value_scales": [0.008]}
+    problem = problem_of(CacheQuantization("float8_e4m3fn", **scales), "bfloat16")
+    stages = computed(problem, halved)
+    outputs = {name: x for name, x in stages.items() if name.endswith(".output")}
+    diagnosis = parity.diagnose(outputs, problem)
+    assert diagnosis.kind == "unknown"
+    assert "uses other heads" not in str(diagnosis)
+
+
+def test_bugs_that_cancel_are_not_a_finding():
+    """Scales of a transposed layout are not scales that are missing both when keys are stored and
+    when they are read: these two nearly cancel each other, and leave other stages unexplained.
+    """
+    rng = np.random.default_rng(0)
+    scales = {
+        "key_scales": 0.01 * (0.6 + rng.random(16)),
+        "value_scales": 0.008 * (0.6 + rng.random(16)),
+    }
+    transposed = {name: x.reshape(2, -1).T.ravel() for name, x in scales.items()}
+    quantization = CacheQuantization("float8_e4m3fn", "channel", **scales)
+    # Weights follow from the name. With most, the two bugs leave too much of the first stage.
+    problem = problem_of(quantization, "bfloat16", name="a-e4m3chan-0")
+    stages = computed(problem, quantization=quantization.replace(**transposed))
+    diagnosis = parity.diagnose(stages, problem)
+    assert diagnosis.named == []
+    assert diagnosis.kind == "unknown"
 
 
 @pytest.mark.parametrize("when_read", [False, True])
