@@ -220,6 +220,19 @@ def test_absent_gradient_of_torch_is_zero():
         parity.assert_parity(gradients, problem=problem)
 
 
+def test_absent_gradients_of_stages_are_zero():
+    """None counts as 0 for a stage that gets no gradient, as `retain_grad` leaves it."""
+    problem = parity.make_problem(RICH, "float32")
+    wrong = gradients_of(problem, bug_named(RICH, "grad-stopped-at-k"))
+    diagnosis = parity.diagnose(wrong | {"grad.k": None}, problem)
+    assert diagnosis.likely_bug == "grad-stopped-at-k"
+    assert diagnosis.stage == "grad.k"
+    with pytest.raises(AssertionError, match="grad-stopped-at-k"):
+        parity.assert_parity(wrong | {"grad.k": None}, problem=problem)
+    with rejects("observed"):
+        parity.diagnose({"grad.nothing": None}, problem)
+
+
 def test_one_gradient_alone_is_asserted():
     """`assert_parity` names the bug from one gradient of torch."""
     problem = parity.make_problem(PLAIN, "float32")
