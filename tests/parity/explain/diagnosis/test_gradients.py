@@ -233,6 +233,20 @@ def test_absent_gradients_of_stages_are_zero():
         parity.diagnose({"grad.nothing": None}, problem)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_not_finite_have_no_source(value):
+    """Gradients that are all NaN, or all infinite, are described so, and not as those of another
+    one.
+    """
+    problem = parity.make_problem(PLAIN, "float32")
+    gradients = alone(gradients_of(problem))
+    diagnosis = parity.diagnose({name: x * 0 + value for name, x in gradients.items()}, problem)
+    (finding,) = diagnosis.findings
+    assert [edit.name for edit in finding.description.patterns] == [
+        "nan" if np.isnan(value) else "infinite"
+    ]
+
+
 def test_one_gradient_alone_is_asserted():
     """`assert_parity` names the bug from one gradient of torch."""
     problem = parity.make_problem(PLAIN, "float32")
