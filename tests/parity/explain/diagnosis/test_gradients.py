@@ -247,6 +247,19 @@ def test_values_not_finite_have_no_source(value):
     ]
 
 
+def test_small_factor_is_not_described_as_zero():
+    """In 16 bits, a gradient times 0.01 is described by its factor, and one of zeros as 0."""
+    problem = parity.make_problem(replace(PLAIN, is_causal=True), "bfloat16")
+    backward = edited_backward(problem, "bfloat16", (), "ieee", fused=False)
+    gradients = alone(backward.gradients())
+    for factor, pattern in ((0.01, "factor"), (0.0, "zeros")):
+        small = gradients["grad.out_proj.weight"] * factor
+        diagnosis = parity.diagnose(gradients | {"grad.out_proj.weight": small}, problem)
+        (finding,) = diagnosis.findings
+        assert finding.description.patterns[0].name == pattern
+    assert finding.description.abouts == ("all values there are 0",)
+
+
 def test_one_gradient_alone_is_asserted():
     """`assert_parity` names the bug from one gradient of torch."""
     problem = parity.make_problem(PLAIN, "float32")
