@@ -181,6 +181,7 @@ TOPICS = (
     _of_backward(backward.without_gradient),
     _of_backward(backward.kernels),
     _of_backward(backward.masks),
+    _of_backward(backward.terms),
     _of_backward(backward.blocks),
 )
 """All topics but lost precision, in the order in which they are tried."""

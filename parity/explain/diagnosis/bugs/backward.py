@@ -45,6 +45,9 @@ SHOWN_BY = {
 Change = Callable[[Backward, np.ndarray], np.ndarray]
 """Turns a gradient into a wrong one."""
 
+Exponentials = Callable[[Backward, Values], np.ndarray]
+"""Returns exp(score - log sum exp) as a kernel computes it again, 0 for hidden keys."""
+
 
 def _bug(
     family: BugFamily,
@@ -397,23 +400,112 @@ def _without_slope(_: Backward, original: Any, values: Values) -> float:
 
 
 def masks(case: Case) -> Iterator[Edit]:
-    """Yield masks that are forgotten where weights are computed again, such as the mask of
-    padding.
-    """
-    hidden: dict[str, tuple[str, dict[str, Any]]] = {}
-    if case.key_padding_lengths is not None:
-        without = {"key_padding_lengths": None}
-        hidden["grad-padding-visible"] = ("padded keys get gradients", without)
-    if case.is_causal:
-        about = "the backward pass attends to later keys"
-        hidden["grad-causal-ignored"] = (about, {"is_causal": False})
-    for name, (about, without) in hidden.items():
-        bug = _kernel_with({"attn_weights": _also_showing(without)})
-        yield _bug(BACKWARD, name, f"{about}: its weights lack this mask", bug, "grad.v")
+    """Yield masks that are forgotten, or different, where weights are computed again."""
+    for name, about, other in _other_masks(case):
+        yield from _recomputed(name, about, _with_mask_of(other))
     if case.has_mask or case.spec.window_size or case.spec.chunk_size:
-        bug = _kernel_with({"attn_weights": _also_showing(None)})
         about = "the backward pass computes its weights without the mask"
-        yield _bug(BACKWARD, "grad-mask-ignored", about, bug, "grad.v")
+        yield from _recomputed("grad-mask-ignored", about, _exponentials)
+
+
+def _other_masks(case: Case) -> Iterator[tuple[str, str, Case]]:
+    """Yield names of bugs, their descriptions, and cases that have the wrong masks."""
+    lacking = "its weights lack this mask"
+    if case.key_padding_lengths is not None:
+        about = f"padded keys get gradients: {lacking}"
+        yield "grad-padding-visible", about, replace(case, key_padding_lengths=None)
+    if case.is_causal:
+        about = f"the backward pass attends to later keys: {lacking}"
+        yield "grad-causal-ignored", about, replace(case, is_causal=False)
+    if case.segment_ids is not None:
+        about = f"packed sequences get gradients from each other: {lacking}"
+        yield "grad-segments-ignored", about, replace(case, segment_ids=None)
+    spec = case.spec
+    if spec.chunk_size is not None:
+        about = f"the backward pass ignores the chunks: {lacking}"
+        other_spec = replace(spec, chunk_size=None)
+        yield "grad-chunk-ignored", about, replace(case, spec=other_spec)
+    size = spec.window_size or case.window_size
+    if size is None:
+        return
+    about = f"the backward pass ignores the window: {lacking}"
+    yield "grad-window-ignored", about, _with_window(case, None)
+    about = "the window in which the backward pass computes its weights is one key too {}"
+    yield "grad-window-one-too-wide", about.format("wide"), _with_window(case, size + 1)
+    if size > 1:
+        yield "grad-window-one-too-narrow", about.format("narrow"), _with_window(case, size - 1)
+
+
+def _with_window(case: Case, size: int | None) -> Case:
+    """Return a case with another window, of the layer or of the call."""
+    if case.spec.window_size is not None:
+        return replace(case, spec=replace(case.spec, window_size=size))
+    # The window of a call also hides later keys.
+    return replace(case, window_size=size, is_causal=True)
+
+
+def terms(case: Case) -> Iterator[Edit]:
+    """Yield terms of the scores, and sinks, that are forgotten where weights are computed again."""
+    spec = case.spec
+    without: list[tuple[str, str, dict[str, Any]]] = []
+    if spec.relative_bias is not None:
+        without.append(("grad-relative-bias-ignored", "the relative bias", {"relative_bias": None}))
+    if spec.alibi is not None:
+        without.append(("grad-alibi-ignored", "the biases of ALiBi", {"alibi": None}))
+    if spec.soft_cap is not None:
+        without.append(("grad-scores-uncapped", "the soft cap", {"soft_cap": None}))
+    about = "the backward pass computes its weights from scores without {}"
+    for name, words, fields in without:
+        other = replace(case, spec=replace(spec, **fields))
+        yield from _recomputed(name, about.format(words), _with_scores_of(other))
+    if spec.soft_cap is not None:
+        uncapped = _with_scores_of(replace(case, spec=replace(spec, soft_cap=None)))
+        yield _bug(
+            BACKWARD,
+            "grad-scores-uncapped",
+            f"{about.format('the soft cap')}, and leaves out its slope",
+            _kernel_with({**_weights_of(uncapped), "slope_of_cap": _without_slope}),
+            "grad.v",
+        )
+    if case.bias:
+        weights = _with_scores_of(replace(case, bias=False))
+        yield from _recomputed("grad-bias-ignored", about.format("their bias"), weights)
+    if spec.sinks:
+        yield from _without_sinks()
+
+
+def _weights_of(exponentials: Exponentials) -> dict[str, Override]:
+    def attn_weights(backward: Backward, _: Any, values: Values) -> np.ndarray:
+        return exponentials(backward, values)
+
+    return {"attn_weights": attn_weights}
+
+
+def _without_sinks() -> Iterator[Edit]:
+    about = "the log-sum-exp of the backward pass lacks the sinks"
+    for words, overrides in (
+        ("", {"attn_weights": _normalized_without_sinks}),
+        (", also for their own gradient", {"log_sum_exp": _log_sum_exp_without_sinks}),
+    ):
+        weights = {"attn_weights": _recomputed_weights, **overrides}
+        yield _bug(BACKWARD, "grad-sinks-ignored", about + words, _kernel_with(weights), "grad.v")
+
+
+def _recomputed(name: str, about: str, exponentials: Exponentials) -> Iterator[Edit]:
+    """Yield wrong weights of a backward pass: with the log-sum-exp of the forward pass, and the
+    mean of each row from the output; or a second softmax.
+    """
+
+    def normalized(backward: Backward, _: Any, values: Values) -> np.ndarray:
+        weights = exponentials(backward, values)
+        total = weights.sum(axis=-1, keepdims=True)
+        if "sink_weights" in values:
+            total = total + values["sink_weights"]
+        return weights / np.where(total == 0.0, 1.0, total)
+
+    yield _bug(BACKWARD, name, about, _kernel_with(_weights_of(exponentials)), "grad.v")
+    again = {"attn_weights": normalized, "weighed": _of_weights}
+    yield _bug(BACKWARD, name, f"{about}, in a softmax of its own", again, "grad.v")
 
 
 def _kernel_with(overrides: Mapping[str, Override]) -> dict[str, Override]:
@@ -432,24 +524,66 @@ def _of_output(
     return backward.weighed_by_output(values, d_context)
 
 
-def _also_showing(without: Mapping[str, Any] | None) -> Override:
-    """Show keys that fields of the case hide, and have no other reason to be hidden; or all."""
-
-    def attn_weights(backward: Backward, original: Any, values: Values) -> np.ndarray:
-        weights = original(values)
-        shown = values["mask"]
-        if without is not None:
-            problem = backward.layer.problem
-            other = replace(problem, case=replace(problem.case, **without))
-            shown = shown & ~Layer(other, backward.arithmetic).mask({})["mask"]
-        return np.where(shown, _exponentials(backward, values), weights)
-
-    return attn_weights
+def _of_weights(
+    backward: Backward,
+    original: Any,
+    values: Values,
+    d_context: np.ndarray,
+    attn_weights: np.ndarray,
+    d_attn_weights: np.ndarray,
+) -> np.ndarray:
+    return (attn_weights * d_attn_weights).sum(axis=-1, keepdims=True)
 
 
-def _exponentials(backward: Backward, values: Values) -> np.ndarray:
-    """Return exp(score - log sum exp), also of hidden keys."""
-    scores = values["scores"]
+def _layer_of(case: Case, backward: Backward) -> Layer:
+    """Return the layer of another case with the same weights and inputs."""
+    problem = backward.layer.problem
+    inputs = problem.inputs
+    if not case.bias:
+        inputs = {name: x for name, x in inputs.items() if name != "bias"}
+    return Layer(replace(problem, case=case, inputs=inputs), backward.arithmetic)
+
+
+def _with_mask_of(case: Case) -> Exponentials:
+    def exponentials(backward: Backward, values: Values) -> np.ndarray:
+        mask = _layer_of(case, backward).mask({})["mask"]
+        return np.where(mask, 0.0, _exponentials(backward, values)).astype(values["scores"].dtype)
+
+    return exponentials
+
+
+def _with_scores_of(case: Case) -> Exponentials:
+    def exponentials(backward: Backward, values: Values) -> np.ndarray:
+        scores = _layer_of(case, backward).scores(values)["scores"]
+        weights = _exponentials(backward, values, scores)
+        return np.where(values["mask"], 0.0, weights).astype(scores.dtype)
+
+    return exponentials
+
+
+def _recomputed_weights(backward: Backward, _: Any, values: Values) -> np.ndarray:
+    weights = _exponentials(backward, values)
+    return np.where(values["mask"], 0.0, weights).astype(weights.dtype)
+
+
+def _normalized_without_sinks(backward: Backward, original: Any, values: Values) -> np.ndarray:
+    weights = _recomputed_weights(backward, original, values)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total == 0.0, 1.0, total)
+
+
+def _log_sum_exp_without_sinks(backward: Backward, _: Any, values: Values) -> np.ndarray:
+    case = backward.layer.problem.case
+    other = _layer_of(replace(case, spec=replace(case.spec, sinks=False)), backward)
+    return Backward(other).log_sum_exp(values)
+
+
+def _exponentials(
+    backward: Backward, values: Values, scores: np.ndarray | None = None
+) -> np.ndarray:
+    """Return exp(score - log sum exp), also of hidden keys; by default of the right scores."""
+    if scores is None:
+        scores = values["scores"]
     finite = np.where(np.isfinite(scores), scores, 0.0)
     with np.errstate(over="ignore"):
         return np.exp(finite - backward.log_sum_exp(values)).astype(scores.dtype)

@@ -13,7 +13,7 @@ from wild.rates import Job, grade_of, verdict_on
 from wild.sets import BUGS, RIGHTS, TRAINING
 
 import parity
-from mha_spec import AttentionSpec, Gate, Norm, Rope
+from mha_spec import Alibi, AttentionSpec, Gate, Norm, RelativeBias, Rope
 from parity.explain.diagnosis.bugs import GRADIENTS, bugs_for, known_bugs
 from parity.explain.diagnosis.bugs.backward import dropout_of
 from parity.explain.diagnosis.changed_backward import edited_backward
@@ -35,6 +35,29 @@ RICH = parity.Case(
 PLAIN = parity.Case("plain", AttentionSpec(32, 4), "nothing special", seq_len=8)
 CAPPED = parity.Case(
     "capped", AttentionSpec(32, 4, soft_cap=2.0, sinks=True), "a cap", seq_len=8, is_causal=True
+)
+WINDOW = parity.Case(
+    "window",
+    AttentionSpec(32, 4, num_kv_heads=2, window_size=3, sinks=True),
+    "a window",
+    seq_len=8,
+    is_causal=True,
+)
+BIASED = parity.Case(
+    "biased",
+    AttentionSpec(32, 4, relative_bias=RelativeBias(8, 16)),
+    "biases",
+    seq_len=8,
+    bias=True,
+)
+CHUNKS = parity.Case("chunks", AttentionSpec(32, 4, chunk_size=4), "chunks", seq_len=8)
+ALIBI = parity.Case("alibi", AttentionSpec(32, 4, alibi=Alibi()), "ALiBi", seq_len=8)
+PACKED = parity.Case(
+    "packed",
+    AttentionSpec(32, 4),
+    "two documents",
+    seq_len=8,
+    segment_ids=((0,) * 5 + (1,) * 3, (0,) * 8),
 )
 RECORDED = ("gate", "context", "attn_weights", "scores")
 
@@ -81,6 +104,40 @@ def test_bugs_of_backward_pass_are_named(case):
         if name not in explanations and bug.about not in explanations:
             unnamed.append((name, explanations))
     assert unnamed == []
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (WINDOW, "grad-window-ignored"),
+        (WINDOW, "grad-window-one-too-wide"),
+        (WINDOW, "grad-window-one-too-narrow"),
+        (WINDOW, "grad-sinks-ignored"),
+        (CAPPED, "grad-scores-uncapped"),
+        (BIASED, "grad-relative-bias-ignored"),
+        (BIASED, "grad-bias-ignored"),
+        (ALIBI, "grad-alibi-ignored"),
+        (CHUNKS, "grad-chunk-ignored"),
+        (PACKED, "grad-segments-ignored"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_second_copy_of_weights_is_named(case, name):
+    """A backward pass that computes its weights by other rules than the forward pass is named, in
+    each of its forms, from gradients of stages and of weights alone.
+    """
+    problem = parity.make_problem(case, "float32")
+    forms = [bug for bug in known_bugs(case, {GRADIENTS}) if bug.name == name]
+    assert len(forms) > 1
+    for bug in forms:
+        wrong = gradients_of(problem, bug)
+        for observed in (wrong, alone(wrong)):
+            diagnosis = parity.diagnose(observed, problem)
+            names = [
+                diagnosis.likely_bug,
+                *(about for f in diagnosis.findings for about in f.others),
+            ]
+            assert name in names or bug.about in names, (bug.about, names)
 
 
 def test_right_gradients_raise_no_alarm():
