@@ -619,13 +619,15 @@ def blocks(case: Case) -> Iterator[Edit]:
     if not is_plain or spec.window_size or spec.chunk_size or spec.has_distance_bias:
         return
     for count in BLOCKS:
-        if case.seq_len == case.key_len and num_keys % count == 0 and num_keys > count:
+        if case.seq_len != case.key_len or num_keys % count or num_keys <= count:
+            continue
+        for names, words in (("kv", "keys and values"), ("k", "keys"), ("v", "values")):
             yield _bug(
                 BACKWARD,
                 "grad-ring-block-stale",
-                f"in the backward pass of a ring of {count}, each rank uses its own block of keys "
-                f"and values in every step",
-                {"of_heads": _by_stale_blocks(count)},
+                f"in the backward pass of a ring of {count}, each rank uses its own block of "
+                f"{words} in every step",
+                _by_stale_blocks(count, names),
                 "grad.v",
             )
 
@@ -643,82 +645,61 @@ def _normalized_by_block(size: int) -> Override:
     return attn_weights
 
 
-def _by_stale_blocks(count: int) -> Override:
-    """Compute every step of a ring's backward pass with the keys and values of the first one.
+def _by_stale_blocks(count: int, names: str) -> dict[str, Override]:
+    """Compute every step of a ring's backward pass with the keys or values of the first one.
 
-    Rank r's result of step j belongs to the block of rank r - j, and is added to the gradients of
-    that block. In a causal ring, the first step alone has a mask, and rank r takes r more steps.
+    The step of a rank for a block of keys adds to the gradients of that block, from products with
+    the rank's own block. Its mask is the one of the right block.
     """
-
-    def of_heads(
-        backward: Any,
-        original: Any,
-        values: Values,
-        d_context: np.ndarray,
-        slope: Any,
-        grads: dict[str, np.ndarray],
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        is_causal = backward.layer.problem.case.is_causal
-
-        def of_own_blocks(*, masked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            changed = backward.with_overrides(
-                _kernel_with({"attn_weights": _within_blocks(count, masked=masked)})
-            )
-            return changed.of_heads(values, d_context, slope, {})
-
-        original(values, d_context, slope, grads)
-        first = of_own_blocks(masked=True)
-        later = first
-        if is_causal:
-            later = of_own_blocks(masked=False)
-        steps = np.full(count, count - 1)
-        if is_causal:
-            steps = np.arange(count)
-        of_q = _blocks_of(first[0], count) + _blocks_of(later[0], count) * steps[:, None, None]
-        d_q = of_q.reshape(first[0].shape)
-        d_k, d_v = (
-            _rotated(one, other, count, is_causal=is_causal)
-            for one, other in zip(first[1:], later[1:], strict=True)
-        )
-        for name, d_x in (("q", d_q), ("k", d_k), ("v", d_v)):
-            grads[f"grad.{name}"] = backward.arithmetic.keep(d_x)
-        return d_q, d_k, d_v
-
-    return of_heads
-
-
-def _blocks_of(x: np.ndarray, count: int) -> np.ndarray:
-    """Return heads (B, N, T, H) as (B, N, blocks, T / blocks, H)."""
-    return x.reshape(*x.shape[:2], count, -1, x.shape[-1])
-
-
-def _rotated(first: np.ndarray, later: np.ndarray, count: int, *, is_causal: bool) -> np.ndarray:
-    """Return the gradients of all blocks of keys: what each rank's steps add to them.
-
-    Args:
-        first: gradients of the first step, by the block of the rank.
-        later: gradients of a later step.
-        count: number of ranks.
-        is_causal: whether only later ranks add to a block.
-    """
-    adds = np.ones((count, count)) - np.eye(count)
-    if is_causal:
-        adds = np.tril(adds)
-    of_later = np.einsum("bnrsh,rc->bncsh", _blocks_of(later, count), adds)
-    return (_blocks_of(first, count) + of_later).reshape(first.shape).astype(first.dtype)
-
-
-def _within_blocks(count: int, *, masked: bool) -> Override:
-    """Attend within equal blocks alone, with or without the mask."""
 
     def attn_weights(backward: Backward, original: Any, values: Values) -> np.ndarray:
-        weights = original(values)
-        if not masked:
-            weights = _exponentials(backward, values)
-        block_of = np.arange(weights.shape[-1]) * count // weights.shape[-1]
-        return weights * (block_of[:, None] == block_of).astype(weights.dtype)
+        weights = _exponentials(backward, values, _of_own_blocks(values["scores"], count))
+        return np.where(values["mask"], 0.0, weights).astype(weights.dtype)
 
-    return attn_weights
+    def slope_of_cap(backward: Backward, original: Any, values: Values) -> np.ndarray | float:
+        slope = original(values)
+        if isinstance(slope, np.ndarray):
+            return _of_own_blocks(slope, count)
+        return slope
+
+    def of_products(
+        backward: Backward, original: Any, d_scores: np.ndarray, q: np.ndarray, k: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        _, d_k = original(d_scores, q, k)
+        return backward.arithmetic.matmul(_into_own_blocks(d_scores, count), k), d_k
+
+    def dropped(backward: Any, original: Any, use: str, d_weights: np.ndarray) -> np.ndarray:
+        return original(use, _of_own_blocks(d_weights, count))
+
+    overrides: dict[str, Override] = {}
+    if "k" in names:
+        overrides |= {
+            "attn_weights": attn_weights,
+            "slope_of_cap": slope_of_cap,
+            "of_products": of_products,
+        }
+    if "v" in names:
+        overrides["dropped"] = for_names(["attn_weights"], dropped)
+    return _kernel_with(overrides)
+
+
+def _in_blocks(x: np.ndarray, count: int) -> np.ndarray:
+    """Return (B, N, T, S) as (B, N, blocks, T / blocks, blocks, S / blocks)."""
+    num_queries, num_keys = x.shape[2:]
+    return x.reshape(*x.shape[:2], count, num_queries // count, count, num_keys // count)
+
+
+def _of_own_blocks(x: np.ndarray, count: int) -> np.ndarray:
+    """Return products (B, N, T, S) in which every block of keys is the one of the queries."""
+    own = np.einsum("bnrtrs->bnrts", _in_blocks(x, count))
+    return np.repeat(own[:, :, :, :, None], count, axis=4).reshape(x.shape)
+
+
+def _into_own_blocks(d_x: np.ndarray, count: int) -> np.ndarray:
+    """Return the gradient before `_of_own_blocks`, from that after it."""
+    of_rank = _in_blocks(d_x, count).sum(axis=4)
+    is_own = np.eye(count, dtype=d_x.dtype)
+    return np.einsum("bnrts,rc->bnrtcs", of_rank, is_own).reshape(d_x.shape)
 
 
 # ---- Dropout -------------------------------------------------------------------------------------

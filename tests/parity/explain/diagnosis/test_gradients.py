@@ -140,6 +140,47 @@ def test_second_copy_of_weights_is_named(case, name):
             assert name in names or bug.about in names, (bug.about, names)
 
 
+@pytest.mark.parametrize(
+    ("stale", "words"), [("kv", "keys and values"), ("k", "keys"), ("v", "values")]
+)
+def test_stale_blocks_of_a_ring_are_named(stale, words):
+    """A ring whose backward pass has stale keys, stale values or both is named with what is stale,
+    from its steps on each rank.
+    """
+    for is_causal in (False, True):
+        problem = parity.make_problem(replace(PLAIN, is_causal=is_causal), "float32")
+        backward = edited_backward(problem, "float32", (), "ieee", fused=False)
+        stages = run_steps(backward.layer.steps())
+        stages["d_context"] = backward.gradients(with_stages=True)["grad.context"]
+        diagnosis = parity.diagnose(gradients_of_ring(stages, stale), problem)
+        assert [finding.likely_bug for finding in diagnosis.findings] == ["grad-ring-block-stale"]
+        assert f"its own block of {words} in every step" in str(diagnosis)
+
+
+def gradients_of_ring(stages, stale, ranks=4):
+    """Return the gradients of q, k and v by the steps of the ranks of a ring."""
+    q, k, v, d_context = (stages[name] for name in ("q", "k", "v", "d_context"))
+    scores = np.where(stages["mask"], -np.inf, stages["scores"])
+    lse = np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    delta = (d_context * stages["context"]).sum(axis=-1, keepdims=True)
+    scale = np.float32(q.shape[-1] ** -0.5)
+    d_q, d_k, d_v = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    size = q.shape[2] // ranks
+    blocks = [slice(rank * size, (rank + 1) * size) for rank in range(ranks)]
+    for own in blocks:
+        for block in blocks:
+            keys = k[:, :, own if "k" in stale else block]
+            values = v[:, :, own if "v" in stale else block]
+            weights = np.exp(q[:, :, own] @ keys.swapaxes(2, 3) * scale - lse[:, :, own])
+            weights = np.where(stages["mask"][:, :, own, block], np.float32(0.0), weights)
+            d_weights = d_context[:, :, own] @ values.swapaxes(2, 3)
+            d_scores = weights * (d_weights - delta[:, :, own]) * scale
+            d_q[:, :, own] += d_scores @ keys
+            d_k[:, :, block] += d_scores.swapaxes(2, 3) @ q[:, :, own]
+            d_v[:, :, block] += weights.swapaxes(2, 3) @ d_context[:, :, own]
+    return {"grad.q": d_q, "grad.k": d_k, "grad.v": d_v}
+
+
 def test_right_gradients_raise_no_alarm():
     """Right gradients of the reference's own precision agree, in every dtype."""
     for dtype in ("float32", "bfloat16", "float16"):
