@@ -346,7 +346,7 @@ def bug_by_name() -> dict[str, Edit]:
     about = "a packed weight is read in a different order than it was packed in"
     bugs.append(weights.misread(weights.MISREAD, np.arange(0), (), about, FUSED_QKV.fix))
     bugs += [*backward.of_dropout(np.ones(1)), *backward.redrawn(np.ones(1))]
-    bugs += [backward.multiplied(2.0)]
+    bugs += [backward.multiplied(2.0), backward.of_sequences([0], ["sinks"])]
     return {bug.name: bug for bug in reversed(bugs)}
 
 

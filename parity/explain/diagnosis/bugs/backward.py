@@ -5,7 +5,7 @@ They override methods of `reference.Backward` and never methods of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from mha_spec import Norm
 from parity.explain.diagnosis.bugs.families import (
     BACKWARD,
+    BATCH_SUMS,
     DROPOUT_MASK,
     GROUP_SUMS,
     LOSS_FACTOR,
@@ -27,12 +28,16 @@ from parity.measure.core.case import Case
 from parity.measure.core.reference import Backward, Layer
 from parity.measure.core.stages import Values
 from parity.measure.core.weights import weight_shapes
+from parity.measure.text import some_of
 
 BLOCKS = (2, 4, 8)
 """Numbers of equal blocks, or ranks of a ring, that are tried."""
 
 BLOCK_SIZES = (16, 32, 64, 128)
 """Sizes of blocks of keys that are tried."""
+
+MOST_NAMED = 3
+"""The number of parameters that a bug of many lists."""
 
 MOST_HEADS = 16
 """The largest group of query heads whose heads are tried one by one."""
@@ -315,6 +320,53 @@ def multiplied(factor: float) -> Edit:
         _passing(["output"], change),
         "grad.out_proj.weight",
     )
+
+
+# ---- Sums over the batch -------------------------------------------------------------------------
+
+
+def of_sequences(sequences: Sequence[int], names: Sequence[str]) -> Edit:
+    """Return the bug that gradients of parameters are sums over some sequences of the batch alone.
+
+    Args:
+        sequences: these sequences.
+        names: the parameters.
+    """
+    of_which = f"sequence {sequences[0]}"
+    if len(sequences) > 1:
+        of_which = f"sequences {', '.join(map(str, sequences))}"
+    about = f"the gradient of {names[0]} is that of {of_which} alone"
+    if len(names) > 1:
+        about = f"the gradients of {some_of(names, MOST_NAMED)} are those of {of_which} alone"
+
+    def gradients(
+        backward: Any, original: Any, *, with_stages: bool = False
+    ) -> dict[str, np.ndarray]:
+        grads = original(with_stages=with_stages)
+        partial_sums = gradients_of_sequences(backward, sequences)
+        return grads | {f"grad.{name}": partial_sums[f"grad.{name}"] for name in names}
+
+    return _bug(
+        BATCH_SUMS,
+        "grad-batch-not-summed",
+        f"{about}, not summed over the batch",
+        {"gradients": gradients},
+        *[f"grad.{name}" for name in names],
+    )
+
+
+def gradients_of_sequences(backward: Any, sequences: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return the gradients of a backward pass if only some sequences have a loss.
+
+    Sequences share nothing but the parameters, so these gradients add up over the batch.
+    """
+
+    def change(_: Backward, d_output: np.ndarray) -> np.ndarray:
+        d_some = np.zeros_like(d_output)
+        d_some[[*sequences]] = d_output[[*sequences]]
+        return d_some
+
+    return backward.with_overrides(_passing(["output"], change)).gradients()
 
 
 # ---- Kernels that compute their weights again ----------------------------------------------------

@@ -21,6 +21,7 @@ from parity.explain.diagnosis.dropout import factors_between
 from parity.explain.diagnosis.gradients import GradientTrial
 from parity.measure.core.stages import run_steps
 from parity.measure.core.trace import Reference
+from parity.measure.core.weights import dtype_named
 from parity.use.testing.assertion import compare_arrays
 
 RICH = parity.Case(
@@ -179,6 +180,32 @@ def gradients_of_ring(stages, stale, ranks=4):
             d_k[:, :, block] += d_scores.swapaxes(2, 3) @ q[:, :, own]
             d_v[:, :, block] += weights.swapaxes(2, 3) @ d_context[:, :, own]
     return {"grad.q": d_q, "grad.k": d_k, "grad.v": d_v}
+
+
+def test_gradients_of_some_sequences_are_named():
+    """Gradients of parameters that are those of one sequence, or of some, are named with these
+    sequences, in float32 and bfloat16; those of the batch are a sum.
+    """
+    case = replace(WINDOW, batch=4)
+    for dtype in ("float32", "bfloat16"):
+        problem = parity.make_problem(case, dtype)
+        for sequences, words in (([0], "sequence 0 alone"), ([2, 3], "sequences 2, 3 alone")):
+            is_left_out = ~np.isin(np.arange(4), sequences)[:, None, None]
+            cotangent = np.where(is_left_out, 0.0, problem.inputs["cotangent"])
+            inputs = problem.inputs | {"cotangent": cotangent.astype(dtype_named(dtype))}
+            of_some = gradients_in(replace(problem, inputs=inputs), dtype)
+            right = gradients_in(problem, dtype)
+            for names in (["sinks"], ["q_proj.bias", "v_proj.bias"], [*problem.weights]):
+                wrong = right | {f"grad.{name}": of_some[f"grad.{name}"] for name in names}
+                diagnosis = parity.diagnose(wrong, problem)
+                (finding,) = diagnosis.findings
+                assert finding.likely_bug == "grad-batch-not-summed"
+                assert words in str(diagnosis)
+
+
+def gradients_in(problem, dtype):
+    backward = edited_backward(problem, dtype, (), "ieee", fused=False)
+    return backward.gradients(with_stages=True)
 
 
 def test_right_gradients_raise_no_alarm():
