@@ -882,16 +882,54 @@ def narrow_sums(case: Case) -> Iterator[Edit]:
             _passing(["scores"], _rounded_to(dtype)),
             "grad.scores",
         )
-        yield _loss(
-            f"grad-heads-{dtype}",
-            f"the gradients of queries, keys and values are rounded to {dtype}",
-            _passing("qkv", _rounded_to(dtype)),
-            "grad.v",
-        )
+        for names, words in (
+            ("qkv", "queries, keys and values"),
+            ("q", "queries"),
+            ("k", "keys"),
+            ("v", "values"),
+        ):
+            yield _loss(
+                f"grad-heads-{dtype}",
+                f"the gradients of {words} are rounded to {dtype}",
+                _passing(names, _rounded_to(dtype)),
+                *[f"grad.{name}" for name in reversed(names)],
+            )
+        for suffixes, words in (
+            ((), "parameters"),
+            (("_proj.weight",), "projections' weights"),
+            ((".bias",), "biases"),
+        ):
+            parameters = []
+            for name in weight_shapes(case.spec):
+                if not suffixes or name.endswith(suffixes):
+                    parameters.append(name)
+            yield _loss(
+                f"grad-parameters-{dtype}",
+                f"the gradients of all {words} are rounded to {dtype} in the end",
+                {"gradients": _with_rounded(parameters, dtype)},
+                *[f"grad.{name}" for name in parameters],
+            )
 
 
-def _loss(name: str, about: str, backward: Mapping[str, Override], stage: str) -> Edit:
-    return _bug(PRECISION, name, about, backward, stage, is_loss=True)
+def _loss(name: str, about: str, backward: Mapping[str, Override], *stages: str) -> Edit:
+    return _bug(PRECISION, name, about, backward, *stages, is_loss=True)
+
+
+def _with_rounded(parameters: Collection[str], dtype: str) -> Override:
+    """Round the gradients of some parameters, from which no others are computed."""
+
+    def gradients(
+        _: Backward, original: Any, *, with_stages: bool = False
+    ) -> dict[str, np.ndarray]:
+        grads = original(with_stages=with_stages)
+        rounded = {}
+        for name in parameters:
+            # A layer with another bug may lack a parameter.
+            if f"grad.{name}" in grads:
+                rounded[f"grad.{name}"] = in_sixteen_bits(grads[f"grad.{name}"], dtype)
+        return grads | rounded
+
+    return gradients
 
 
 def _rounded_to(dtype: str) -> Change:

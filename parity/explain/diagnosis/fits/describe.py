@@ -62,7 +62,7 @@ GROUPS: tuple[Callable[[Difference], Iterator[Edit]], ...] = (
 )
 """The patterns; among those with equally many fitted parameters, usual ones first."""
 
-OF_GRADIENTS = (constants, factors, orders, transposes, other_stages, offsets, shifts)
+OF_GRADIENTS = (constants, factors, orders, transposes, other_stages, rounded, offsets, shifts)
 """The patterns of gradients: they say nothing about the formula that a stage has."""
 
 OF_SAMPLES = (constants, factors, rounded, offsets)

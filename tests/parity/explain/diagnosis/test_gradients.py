@@ -203,6 +203,24 @@ def test_gradients_of_some_sequences_are_named():
                 assert words in str(diagnosis)
 
 
+def test_rounded_parameter_gradients_are_named():
+    """Right gradients of parameters, rounded to 16 bits in the end, are named; one alone is
+    described as rounded.
+    """
+    problem = parity.make_problem(PLAIN, "float32")
+    right = {name: torch.from_numpy(x) for name, x in gradients_in(problem, "float32").items()}
+    for dtype in ("bfloat16", "float16"):
+        for ending in ("_proj.weight", ".bias", ("_proj.weight", ".bias")):
+            names = [name for name in right if name.endswith(ending)]
+            rounded = {name: right[name].to(getattr(torch, dtype)).float() for name in names}
+            diagnosis = parity.diagnose(right | rounded, problem)
+            assert [f.likely_bug for f in diagnosis.findings] == [f"grad-parameters-{dtype}"]
+    alone = right["grad.out_proj.weight"].bfloat16().float()
+    diagnosis = parity.diagnose(right | {"grad.out_proj.weight": alone}, problem)
+    (finding,) = diagnosis.findings
+    assert finding.description.abouts == ("the values are rounded to bfloat16",)
+
+
 def gradients_in(problem, dtype):
     backward = edited_backward(problem, dtype, (), "ieee", fused=False)
     return backward.gradients(with_stages=True)
