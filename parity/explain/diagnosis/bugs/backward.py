@@ -335,9 +335,15 @@ def of_sequences(sequences: Sequence[int], names: Sequence[str]) -> Edit:
     of_which = f"sequence {sequences[0]}"
     if len(sequences) > 1:
         of_which = f"sequences {', '.join(map(str, sequences))}"
-    about = f"the gradient of {names[0]} is that of {of_which} alone"
+    about = (
+        f"the gradient of {names[0]} is not summed over the batch: it comes from {of_which} alone"
+    )
     if len(names) > 1:
-        about = f"the gradients of {some_of(names, MOST_NAMED)} are those of {of_which} alone"
+        parameters = some_of(names, MOST_NAMED)
+        about = (
+            f"the gradients of {parameters} are not summed over the batch: they come from "
+            f"{of_which} alone"
+        )
 
     def gradients(
         backward: Any, original: Any, *, with_stages: bool = False
@@ -349,7 +355,7 @@ def of_sequences(sequences: Sequence[int], names: Sequence[str]) -> Edit:
     return _bug(
         BATCH_SUMS,
         "grad-batch-not-summed",
-        f"{about}, not summed over the batch",
+        about,
         {"gradients": gradients},
         *[f"grad.{name}" for name in names],
     )

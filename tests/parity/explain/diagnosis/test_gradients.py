@@ -183,8 +183,8 @@ def gradients_of_ring(stages, stale, ranks=4):
 
 
 def test_gradients_of_some_sequences_are_named():
-    """Gradients of parameters that are those of one sequence, or of some, are named with these
-    sequences, in float32 and bfloat16; those of the batch are a sum.
+    """Gradients of parameters that come from one sequence, or from some, are named with these
+    sequences, in float32 and bfloat16.
     """
     case = replace(WINDOW, batch=4)
     for dtype in ("float32", "bfloat16"):
