@@ -27,14 +27,12 @@ class ChangedBackward(Backward):
             setattr(self, method, partial(override, self, original))
 
     def with_overrides(self, changes: Mapping[str, Override]) -> ChangedBackward:
-        """Return the backward pass with the overrides of this one, except overrides of a whole
-        part.
-
-        An override may call it for a part that it computes in several steps.
+        """Return the backward pass with the overrides of this one and others, except overrides of
+        all gradients, which may call it.
         """
         other = ChangedBackward(self.layer, fused=self.fused)
         for earlier in self.changes:
-            of_parts = {name: x for name, x in earlier.items() if name != "of_heads"}
+            of_parts = {name: x for name, x in earlier.items() if name != "gradients"}
             other.override(of_parts)
         other.override(changes)
         return other

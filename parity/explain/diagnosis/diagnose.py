@@ -52,7 +52,7 @@ from parity.explain.diagnosis.views import StageView, views_of, whole_views
 from parity.explain.diagnosis.whole import WholeStages
 from parity.explain.diagnosis.work import Work, uncounted
 from parity.measure.backends import FRAMEWORKS, load_backend
-from parity.measure.core.arrays import arithmetic_of, stages_of
+from parity.measure.core.arrays import arithmetic_of, names_of, stages_of
 from parity.measure.core.blas import single_threaded
 from parity.measure.core.compare import Comparison
 from parity.measure.core.exercise import not_exercised_by
@@ -113,10 +113,11 @@ def diagnose(
         known = [*ARITHMETICS, *UNFUSED]
         raise InputError("arithmetic", f"be one of {known}", arithmetic=arithmetic)
     arithmetic = arithmetic or arithmetic_of(observed)
-    stages = stages_of("observed", with_absent_gradients(observed, problem), "output")
-    check_names("observed", [*stages], problem)
-    has_gradients = any(stage_named(name).is_gradient for name in stages)
-    reference = RememberingReference(problem, has_gradients, frozenset(stages))
+    names = names_of(observed, "output")
+    check_names("observed", names, problem)
+    has_gradients = any(stage_named(name).is_gradient for name in names)
+    reference = RememberingReference(problem, has_gradients, frozenset(names))
+    stages = stages_of("observed", with_absent_gradients(observed, reference), "output")
     diagnosis = diagnose_stages(stages, reference, arithmetic, seconds)
     if diagnosis.is_wrong:
         return diagnosis

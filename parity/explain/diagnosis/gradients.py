@@ -20,8 +20,10 @@ from parity.explain.diagnosis.bugs import GRADIENTS, bugs_for, known_bugs
 from parity.explain.diagnosis.bugs.backward import (
     bias_sums_in,
     dropout_of,
+    gradients_of_sequences,
     multiplied,
     of_dropout,
+    of_sequences,
 )
 from parity.explain.diagnosis.bugs.record import Edit, Edits
 from parity.explain.diagnosis.changed_backward import edited_backward
@@ -54,6 +56,17 @@ BIAS_SUMS = "gradients of biases are summed in {dtype}"
 
 LEAST_FACTOR = 1e-3
 """The least distance of a common factor of all gradients from 0 and 1."""
+
+LEAST_ELEMENTS = 4
+"""The least number of elements of a gradient in which sequences are recognized."""
+
+MOST_SEQUENCES = 16
+"""The largest batch of which the sequences in a gradient are fitted."""
+
+LEAST_SHARE = 0.05
+"""The share of a gradient that rounding to 16 bits does not change, and a missing sequence does.
+What is fitted with it is tried like any other bug, within the budget.
+"""
 
 ONE_BY_ONE = Scope(is_one_by_one=True)
 """Two bugs at once explain too much if no gradient is computed from an observed one."""
@@ -344,6 +357,7 @@ def diagnose_gradients(
             bugs += redrawn_dropout(values, factors, reference)
         bugs += _bugs_of(stages, problem)
         bugs += fitted_factor(values, reference)
+        bugs += fitted_sequences(values, reference, inner)
         trial = GradientTrial(problem, values, arithmetic, reference, bugs, inner)
         wrong = trial.wrong(trial.stages, ())
         choice = forward.choice
@@ -404,6 +418,74 @@ def fitted_factor(values: Mapping[str, np.ndarray], reference: Reference) -> lis
     if abs(factor) < LEAST_FACTOR or abs(factor - 1.0) < LEAST_FACTOR:
         return []
     return [multiplied(factor)]
+
+
+def fitted_sequences(
+    values: Mapping[str, np.ndarray], reference: Reference, inner: Edits
+) -> list[Edit]:
+    """Return bugs by which gradients of parameters are sums over some sequences alone.
+
+    The sequences are fitted to each gradient. Gradients of the same sequences are one bug.
+    """
+    problem = reference.problem
+    observed = _wrong_parameters(values, reference)
+    if not observed or not 1 < problem.case.batch <= MOST_SEQUENCES:
+        return []
+    backward = edited_backward(problem, "float64", inner, "ieee", fused=False)
+    of_each = [
+        gradients_of_sequences(backward, [sequence]) for sequence in range(problem.case.batch)
+    ]
+    names_by_sequences: dict[tuple[int, ...], list[str]] = {}
+    for name, gradient in observed.items():
+        terms = np.stack([gradients[f"grad.{name}"].ravel() for gradients in of_each], axis=1)
+        sequences = _sequences_in(gradient.astype(np.float64).ravel(), terms)
+        if sequences:
+            names_by_sequences.setdefault(sequences, []).append(name)
+    return [of_sequences(sequences, names) for sequences, names in names_by_sequences.items()]
+
+
+def _wrong_parameters(
+    values: Mapping[str, np.ndarray], reference: Reference
+) -> dict[str, np.ndarray]:
+    """Return the observed gradients of parameters that clearly differ, by their parameters."""
+    observed: dict[str, np.ndarray] = {}
+    for name, gradient in values.items():
+        stage = stage_named(name)
+        if stage.path or stage.quantity not in reference.problem.weights:
+            continue
+        x, expected = gradient.astype(np.float64), reference.accumulated[name]
+        size = np.linalg.norm(expected)
+        if np.isfinite(x).all() and np.linalg.norm(x - expected) > LEAST_SHARE * size:
+            observed[stage.quantity] = gradient
+    return observed
+
+
+def _sequences_in(gradient: np.ndarray, terms: np.ndarray) -> tuple[int, ...]:
+    """Return the sequences of which a gradient is the sum; empty if it is not such a sum.
+
+    They are one sequence, a micro-batch of neighbors, or all but one.
+
+    Args:
+        gradient: a gradient, (elements,).
+        terms: the gradients of all sequences, (elements, B).
+    """
+    num_elements, num_sequences = terms.shape
+    if num_elements < LEAST_ELEMENTS:
+        return ()
+    choices: list[list[int]] = []
+    for first in range(num_sequences):
+        for end in range(first + 1, num_sequences + 1):
+            choices.append([*range(first, end)])
+    for left_out in range(1, num_sequences - 1):
+        choices.append([sequence for sequence in range(num_sequences) if sequence != left_out])
+    errors = []
+    for sequences in choices:
+        errors.append(np.linalg.norm(terms[:, sequences].sum(axis=1) - gradient))
+    best = int(np.argmin(errors))
+    is_whole = len(choices[best]) == num_sequences
+    if is_whole or errors[best] > LEAST_SHARE * np.linalg.norm(gradient):
+        return ()
+    return tuple(choices[best])
 
 
 def _bugs_of(stages: Mapping[str, np.ndarray], problem: Problem) -> list[Edit]:

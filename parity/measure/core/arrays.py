@@ -157,6 +157,13 @@ def _packages_of(x: Any) -> set[str]:
     return {kind.__module__.partition(".")[0] for kind in type(x).__mro__}
 
 
+def names_of(value: Any, stage: str) -> list[str]:
+    """Return the names of the stages of arrays by stage, or of a single array."""
+    if isinstance(value, Mapping):
+        return [str(name) for name in value]
+    return [stage]
+
+
 def stages_of(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
     """Return the arrays by stage, as NumPy arrays."""
     if isinstance(value, Mapping):

@@ -348,16 +348,21 @@ class Reference:
         return magnitudes | of_fused_paths
 
 
-def with_absent_gradients(observed: Any, problem: Problem) -> Any:
-    """Return stages in which a gradient that is None, as in torch, is 0."""
+def with_absent_gradients(observed: Any, reference: Reference) -> Any:
+    """Return stages in which a gradient that is None, as in torch, is 0.
+
+    Torch has None for inputs, weights and stages that are detached from the output.
+    """
     if not isinstance(observed, Mapping):
         return observed
-    arrays = {**problem.inputs, **problem.weights}
     stages = dict(observed)
     for name, x in observed.items():
-        stage = stage_named(str(name))
-        if x is None and stage.is_gradient and stage.quantity in arrays:
-            stages[name] = np.zeros_like(arrays[stage.quantity])
+        if x is not None or not stage_named(str(name)).is_gradient:
+            continue
+        expected = reference.accumulated.get(str(name))
+        if expected is not None:
+            dtype = dtype_of_stage(str(name), reference.problem.dtype)
+            stages[name] = np.zeros(expected.shape, dtype)
     return stages
 
 

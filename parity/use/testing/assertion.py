@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mha_spec import InputError, InputTypeError
-from parity.measure.core.arrays import arithmetic_of, stages_of
+from parity.measure.core.arrays import arithmetic_of, names_of, stages_of
 from parity.measure.core.case import DTYPES
 from parity.measure.core.compare import (
     NOTHING,
@@ -173,8 +173,8 @@ def compare_and_diagnose(
     reference = None
     if isinstance(problem, Problem):
         _check_stages(actual, stage)
-        actual = with_absent_gradients(actual, problem)
         reference = _reference_for(actual, problem, stage)
+        actual = with_absent_gradients(actual, reference)
     comparisons = compare_arrays(
         actual,
         expected,
@@ -205,21 +205,14 @@ def compare_and_diagnose(
 
 def _reference_for(actual: Any, problem: Problem, stage: str) -> Reference:
     """Return the reference of a problem for the stages of some arrays."""
-    stages = [stage_named(name) for name in _names_of(actual, stage)]
+    stages = [stage_named(name) for name in names_of(actual, stage)]
     with_gradients = problem.case.has_gradients and any(each.is_gradient for each in stages)
     return Reference(problem, with_gradients, frozenset(map(str, stages)))
 
 
-def _names_of(actual: Any, stage: str) -> list[str]:
-    """Return the names of the stages of some arrays."""
-    if isinstance(actual, Mapping):
-        return [str(name) for name in actual]
-    return [stage]
-
-
 def _check_stages(actual: Any, stage: str) -> None:
     """Reject a name that is not the name of a stage, with the nearest one."""
-    for name in _names_of(actual, stage):
+    for name in names_of(actual, stage):
         if _is_known(name):
             continue
         known_names = [known for known in STAGES if "." not in known]

@@ -182,6 +182,7 @@ TOPICS = (
     _of_backward(backward.without_gradient),
     _of_backward(backward.kernels),
     _of_backward(backward.masks),
+    _of_backward(backward.terms),
     _of_backward(backward.blocks),
 )
 """All topics but lost precision, in the order in which they are tried."""
@@ -347,7 +348,7 @@ def bug_by_name() -> dict[str, Edit]:
     about = "a packed weight is read in a different order than it was packed in"
     bugs.append(weights.misread(weights.MISREAD, np.arange(0), (), about, FUSED_QKV.fix))
     bugs += [*backward.of_dropout(np.ones(1)), *backward.redrawn(np.ones(1))]
-    bugs += [backward.multiplied(2.0)]
+    bugs += [backward.multiplied(2.0), backward.of_sequences([0], ["sinks"])]
     return {bug.name: bug for bug in reversed(bugs)}
 
 

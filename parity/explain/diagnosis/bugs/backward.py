@@ -5,7 +5,7 @@ They override methods of `reference.Backward` and never methods of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from mha_spec import Norm
 from parity.explain.diagnosis.bugs.families import (
     BACKWARD,
+    BATCH_SUMS,
     DROPOUT_MASK,
     GROUP_SUMS,
     LOSS_FACTOR,
@@ -27,12 +28,16 @@ from parity.measure.core.case import Case
 from parity.measure.core.reference import Backward, Layer
 from parity.measure.core.stages import Values
 from parity.measure.core.weights import weight_shapes
+from parity.measure.text import some_of
 
 BLOCKS = (2, 4, 8)
 """Numbers of equal blocks, or ranks of a ring, that are tried."""
 
 BLOCK_SIZES = (16, 32, 64, 128)
 """Sizes of blocks of keys that are tried."""
+
+MOST_NAMED = 3
+"""The number of parameters that a bug of many lists."""
 
 MOST_HEADS = 16
 """The largest group of query heads whose heads are tried one by one."""
@@ -44,6 +49,9 @@ SHOWN_BY = {
 
 Change = Callable[[Backward, np.ndarray], np.ndarray]
 """Turns a gradient into a wrong one."""
+
+Exponentials = Callable[[Backward, Values], np.ndarray]
+"""Returns exp(score - log sum exp) as a kernel computes it again, 0 for hidden keys."""
 
 
 def _bug(
@@ -314,6 +322,59 @@ def multiplied(factor: float) -> Edit:
     )
 
 
+# ---- Sums over the batch -------------------------------------------------------------------------
+
+
+def of_sequences(sequences: Sequence[int], names: Sequence[str]) -> Edit:
+    """Return the bug that gradients of parameters are sums over some sequences of the batch alone.
+
+    Args:
+        sequences: these sequences.
+        names: the parameters.
+    """
+    of_which = f"sequence {sequences[0]}"
+    if len(sequences) > 1:
+        of_which = f"sequences {', '.join(map(str, sequences))}"
+    about = (
+        f"the gradient of {names[0]} is not summed over the batch: it comes from {of_which} alone"
+    )
+    if len(names) > 1:
+        parameters = some_of(names, MOST_NAMED)
+        about = (
+            f"the gradients of {parameters} are not summed over the batch: they come from "
+            f"{of_which} alone"
+        )
+
+    def gradients(
+        backward: Any, original: Any, *, with_stages: bool = False
+    ) -> dict[str, np.ndarray]:
+        grads = original(with_stages=with_stages)
+        partial_sums = gradients_of_sequences(backward, sequences)
+        return grads | {f"grad.{name}": partial_sums[f"grad.{name}"] for name in names}
+
+    return _bug(
+        BATCH_SUMS,
+        "grad-batch-not-summed",
+        about,
+        {"gradients": gradients},
+        *[f"grad.{name}" for name in names],
+    )
+
+
+def gradients_of_sequences(backward: Any, sequences: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return the gradients of a backward pass if only some sequences have a loss.
+
+    Sequences share nothing but the parameters, so these gradients add up over the batch.
+    """
+
+    def change(_: Backward, d_output: np.ndarray) -> np.ndarray:
+        d_some = np.zeros_like(d_output)
+        d_some[[*sequences]] = d_output[[*sequences]]
+        return d_some
+
+    return backward.with_overrides(_passing(["output"], change)).gradients()
+
+
 # ---- Kernels that compute their weights again ----------------------------------------------------
 
 
@@ -397,23 +458,112 @@ def _without_slope(_: Backward, original: Any, values: Values) -> float:
 
 
 def masks(case: Case) -> Iterator[Edit]:
-    """Yield masks that are forgotten where weights are computed again, such as the mask of
-    padding.
-    """
-    hidden: dict[str, tuple[str, dict[str, Any]]] = {}
-    if case.key_padding_lengths is not None:
-        without = {"key_padding_lengths": None}
-        hidden["grad-padding-visible"] = ("padded keys get gradients", without)
-    if case.is_causal:
-        about = "the backward pass attends to later keys"
-        hidden["grad-causal-ignored"] = (about, {"is_causal": False})
-    for name, (about, without) in hidden.items():
-        bug = _kernel_with({"attn_weights": _also_showing(without)})
-        yield _bug(BACKWARD, name, f"{about}: its weights lack this mask", bug, "grad.v")
+    """Yield masks that are forgotten, or different, where weights are computed again."""
+    for name, about, other in _other_masks(case):
+        yield from _recomputed(name, about, _with_mask_of(other))
     if case.has_mask or case.spec.window_size or case.spec.chunk_size:
-        bug = _kernel_with({"attn_weights": _also_showing(None)})
         about = "the backward pass computes its weights without the mask"
-        yield _bug(BACKWARD, "grad-mask-ignored", about, bug, "grad.v")
+        yield from _recomputed("grad-mask-ignored", about, _exponentials)
+
+
+def _other_masks(case: Case) -> Iterator[tuple[str, str, Case]]:
+    """Yield names of bugs, their descriptions, and cases that have the wrong masks."""
+    lacking = "its weights lack this mask"
+    if case.key_padding_lengths is not None:
+        about = f"padded keys get gradients: {lacking}"
+        yield "grad-padding-visible", about, replace(case, key_padding_lengths=None)
+    if case.is_causal:
+        about = f"the backward pass attends to later keys: {lacking}"
+        yield "grad-causal-ignored", about, replace(case, is_causal=False)
+    if case.segment_ids is not None:
+        about = f"packed sequences get gradients from each other: {lacking}"
+        yield "grad-segments-ignored", about, replace(case, segment_ids=None)
+    spec = case.spec
+    if spec.chunk_size is not None:
+        about = f"the backward pass ignores the chunks: {lacking}"
+        other_spec = replace(spec, chunk_size=None)
+        yield "grad-chunk-ignored", about, replace(case, spec=other_spec)
+    size = spec.window_size or case.window_size
+    if size is None:
+        return
+    about = f"the backward pass ignores the window: {lacking}"
+    yield "grad-window-ignored", about, _with_window(case, None)
+    about = "the window in which the backward pass computes its weights is one key too {}"
+    yield "grad-window-one-too-wide", about.format("wide"), _with_window(case, size + 1)
+    if size > 1:
+        yield "grad-window-one-too-narrow", about.format("narrow"), _with_window(case, size - 1)
+
+
+def _with_window(case: Case, size: int | None) -> Case:
+    """Return a case with another window, of the layer or of the call."""
+    if case.spec.window_size is not None:
+        return replace(case, spec=replace(case.spec, window_size=size))
+    # The window of a call also hides later keys.
+    return replace(case, window_size=size, is_causal=True)
+
+
+def terms(case: Case) -> Iterator[Edit]:
+    """Yield terms of the scores, and sinks, that are forgotten where weights are computed again."""
+    spec = case.spec
+    without: list[tuple[str, str, dict[str, Any]]] = []
+    if spec.relative_bias is not None:
+        without.append(("grad-relative-bias-ignored", "the relative bias", {"relative_bias": None}))
+    if spec.alibi is not None:
+        without.append(("grad-alibi-ignored", "the biases of ALiBi", {"alibi": None}))
+    if spec.soft_cap is not None:
+        without.append(("grad-scores-uncapped", "the soft cap", {"soft_cap": None}))
+    about = "the backward pass computes its weights from scores without {}"
+    for name, words, fields in without:
+        other = replace(case, spec=replace(spec, **fields))
+        yield from _recomputed(name, about.format(words), _with_scores_of(other))
+    if spec.soft_cap is not None:
+        uncapped = _with_scores_of(replace(case, spec=replace(spec, soft_cap=None)))
+        yield _bug(
+            BACKWARD,
+            "grad-scores-uncapped",
+            f"{about.format('the soft cap')}, and leaves out its slope",
+            _kernel_with({**_weights_of(uncapped), "slope_of_cap": _without_slope}),
+            "grad.v",
+        )
+    if case.bias:
+        weights = _with_scores_of(replace(case, bias=False))
+        yield from _recomputed("grad-bias-ignored", about.format("their bias"), weights)
+    if spec.sinks:
+        yield from _without_sinks()
+
+
+def _weights_of(exponentials: Exponentials) -> dict[str, Override]:
+    def attn_weights(backward: Backward, _: Any, values: Values) -> np.ndarray:
+        return exponentials(backward, values)
+
+    return {"attn_weights": attn_weights}
+
+
+def _without_sinks() -> Iterator[Edit]:
+    about = "the log-sum-exp of the backward pass lacks the sinks"
+    for words, overrides in (
+        ("", {"attn_weights": _normalized_without_sinks}),
+        (", also for their own gradient", {"log_sum_exp": _log_sum_exp_without_sinks}),
+    ):
+        weights = {"attn_weights": _recomputed_weights, **overrides}
+        yield _bug(BACKWARD, "grad-sinks-ignored", about + words, _kernel_with(weights), "grad.v")
+
+
+def _recomputed(name: str, about: str, exponentials: Exponentials) -> Iterator[Edit]:
+    """Yield wrong weights of a backward pass: with the log-sum-exp of the forward pass, and the
+    mean of each row from the output; or a second softmax.
+    """
+
+    def normalized(backward: Backward, _: Any, values: Values) -> np.ndarray:
+        weights = exponentials(backward, values)
+        total = weights.sum(axis=-1, keepdims=True)
+        if "sink_weights" in values:
+            total = total + values["sink_weights"]
+        return weights / np.where(total == 0.0, 1.0, total)
+
+    yield _bug(BACKWARD, name, about, _kernel_with(_weights_of(exponentials)), "grad.v")
+    again = {"attn_weights": normalized, "weighed": _of_weights}
+    yield _bug(BACKWARD, name, f"{about}, in a softmax of its own", again, "grad.v")
 
 
 def _kernel_with(overrides: Mapping[str, Override]) -> dict[str, Override]:
@@ -432,24 +582,66 @@ def _of_output(
     return backward.weighed_by_output(values, d_context)
 
 
-def _also_showing(without: Mapping[str, Any] | None) -> Override:
-    """Show keys that fields of the case hide, and have no other reason to be hidden; or all."""
-
-    def attn_weights(backward: Backward, original: Any, values: Values) -> np.ndarray:
-        weights = original(values)
-        shown = values["mask"]
-        if without is not None:
-            problem = backward.layer.problem
-            other = replace(problem, case=replace(problem.case, **without))
-            shown = shown & ~Layer(other, backward.arithmetic).mask({})["mask"]
-        return np.where(shown, _exponentials(backward, values), weights)
-
-    return attn_weights
+def _of_weights(
+    backward: Backward,
+    original: Any,
+    values: Values,
+    d_context: np.ndarray,
+    attn_weights: np.ndarray,
+    d_attn_weights: np.ndarray,
+) -> np.ndarray:
+    return (attn_weights * d_attn_weights).sum(axis=-1, keepdims=True)
 
 
-def _exponentials(backward: Backward, values: Values) -> np.ndarray:
-    """Return exp(score - log sum exp), also of hidden keys."""
-    scores = values["scores"]
+def _layer_of(case: Case, backward: Backward) -> Layer:
+    """Return the layer of another case with the same weights and inputs."""
+    problem = backward.layer.problem
+    inputs = problem.inputs
+    if not case.bias:
+        inputs = {name: x for name, x in inputs.items() if name != "bias"}
+    return Layer(replace(problem, case=case, inputs=inputs), backward.arithmetic)
+
+
+def _with_mask_of(case: Case) -> Exponentials:
+    def exponentials(backward: Backward, values: Values) -> np.ndarray:
+        mask = _layer_of(case, backward).mask({})["mask"]
+        return np.where(mask, 0.0, _exponentials(backward, values)).astype(values["scores"].dtype)
+
+    return exponentials
+
+
+def _with_scores_of(case: Case) -> Exponentials:
+    def exponentials(backward: Backward, values: Values) -> np.ndarray:
+        scores = _layer_of(case, backward).scores(values)["scores"]
+        weights = _exponentials(backward, values, scores)
+        return np.where(values["mask"], 0.0, weights).astype(scores.dtype)
+
+    return exponentials
+
+
+def _recomputed_weights(backward: Backward, _: Any, values: Values) -> np.ndarray:
+    weights = _exponentials(backward, values)
+    return np.where(values["mask"], 0.0, weights).astype(weights.dtype)
+
+
+def _normalized_without_sinks(backward: Backward, original: Any, values: Values) -> np.ndarray:
+    weights = _recomputed_weights(backward, original, values)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total == 0.0, 1.0, total)
+
+
+def _log_sum_exp_without_sinks(backward: Backward, _: Any, values: Values) -> np.ndarray:
+    case = backward.layer.problem.case
+    other = _layer_of(replace(case, spec=replace(case.spec, sinks=False)), backward)
+    return Backward(other).log_sum_exp(values)
+
+
+def _exponentials(
+    backward: Backward, values: Values, scores: np.ndarray | None = None
+) -> np.ndarray:
+    """Return exp(score - log sum exp), also of hidden keys; by default of the right scores."""
+    if scores is None:
+        scores = values["scores"]
     finite = np.where(np.isfinite(scores), scores, 0.0)
     with np.errstate(over="ignore"):
         return np.exp(finite - backward.log_sum_exp(values)).astype(scores.dtype)
@@ -485,13 +677,15 @@ def blocks(case: Case) -> Iterator[Edit]:
     if not is_plain or spec.window_size or spec.chunk_size or spec.has_distance_bias:
         return
     for count in BLOCKS:
-        if case.seq_len == case.key_len and num_keys % count == 0 and num_keys > count:
+        if case.seq_len != case.key_len or num_keys % count or num_keys <= count:
+            continue
+        for names, words in (("kv", "keys and values"), ("k", "keys"), ("v", "values")):
             yield _bug(
                 BACKWARD,
                 "grad-ring-block-stale",
-                f"in the backward pass of a ring of {count}, each rank uses its own block of keys "
-                f"and values in every step",
-                {"of_heads": _by_stale_blocks(count)},
+                f"in the backward pass of a ring of {count}, each rank uses its own block of "
+                f"{words} in every step",
+                _by_stale_blocks(count, names),
                 "grad.v",
             )
 
@@ -509,82 +703,61 @@ def _normalized_by_block(size: int) -> Override:
     return attn_weights
 
 
-def _by_stale_blocks(count: int) -> Override:
-    """Compute every step of a ring's backward pass with the keys and values of the first one.
+def _by_stale_blocks(count: int, names: str) -> dict[str, Override]:
+    """Compute every step of a ring's backward pass with the keys or values of the first one.
 
-    Rank r's result of step j belongs to the block of rank r - j, and is added to the gradients of
-    that block. In a causal ring, the first step alone has a mask, and rank r takes r more steps.
+    The step of a rank for a block of keys adds to the gradients of that block, from products with
+    the rank's own block. Its mask is the one of the right block.
     """
-
-    def of_heads(
-        backward: Any,
-        original: Any,
-        values: Values,
-        d_context: np.ndarray,
-        slope: Any,
-        grads: dict[str, np.ndarray],
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        is_causal = backward.layer.problem.case.is_causal
-
-        def of_own_blocks(*, masked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            changed = backward.with_overrides(
-                _kernel_with({"attn_weights": _within_blocks(count, masked=masked)})
-            )
-            return changed.of_heads(values, d_context, slope, {})
-
-        original(values, d_context, slope, grads)
-        first = of_own_blocks(masked=True)
-        later = first
-        if is_causal:
-            later = of_own_blocks(masked=False)
-        steps = np.full(count, count - 1)
-        if is_causal:
-            steps = np.arange(count)
-        of_q = _blocks_of(first[0], count) + _blocks_of(later[0], count) * steps[:, None, None]
-        d_q = of_q.reshape(first[0].shape)
-        d_k, d_v = (
-            _rotated(one, other, count, is_causal=is_causal)
-            for one, other in zip(first[1:], later[1:], strict=True)
-        )
-        for name, d_x in (("q", d_q), ("k", d_k), ("v", d_v)):
-            grads[f"grad.{name}"] = backward.arithmetic.keep(d_x)
-        return d_q, d_k, d_v
-
-    return of_heads
-
-
-def _blocks_of(x: np.ndarray, count: int) -> np.ndarray:
-    """Return heads (B, N, T, H) as (B, N, blocks, T / blocks, H)."""
-    return x.reshape(*x.shape[:2], count, -1, x.shape[-1])
-
-
-def _rotated(first: np.ndarray, later: np.ndarray, count: int, *, is_causal: bool) -> np.ndarray:
-    """Return the gradients of all blocks of keys: what each rank's steps add to them.
-
-    Args:
-        first: gradients of the first step, by the block of the rank.
-        later: gradients of a later step.
-        count: number of ranks.
-        is_causal: whether only later ranks add to a block.
-    """
-    adds = np.ones((count, count)) - np.eye(count)
-    if is_causal:
-        adds = np.tril(adds)
-    of_later = np.einsum("bnrsh,rc->bncsh", _blocks_of(later, count), adds)
-    return (_blocks_of(first, count) + of_later).reshape(first.shape).astype(first.dtype)
-
-
-def _within_blocks(count: int, *, masked: bool) -> Override:
-    """Attend within equal blocks alone, with or without the mask."""
 
     def attn_weights(backward: Backward, original: Any, values: Values) -> np.ndarray:
-        weights = original(values)
-        if not masked:
-            weights = _exponentials(backward, values)
-        block_of = np.arange(weights.shape[-1]) * count // weights.shape[-1]
-        return weights * (block_of[:, None] == block_of).astype(weights.dtype)
+        weights = _exponentials(backward, values, _of_own_blocks(values["scores"], count))
+        return np.where(values["mask"], 0.0, weights).astype(weights.dtype)
 
-    return attn_weights
+    def slope_of_cap(backward: Backward, original: Any, values: Values) -> np.ndarray | float:
+        slope = original(values)
+        if isinstance(slope, np.ndarray):
+            return _of_own_blocks(slope, count)
+        return slope
+
+    def of_products(
+        backward: Backward, original: Any, d_scores: np.ndarray, q: np.ndarray, k: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        _, d_k = original(d_scores, q, k)
+        return backward.arithmetic.matmul(_into_own_blocks(d_scores, count), k), d_k
+
+    def dropped(backward: Any, original: Any, use: str, d_weights: np.ndarray) -> np.ndarray:
+        return original(use, _of_own_blocks(d_weights, count))
+
+    overrides: dict[str, Override] = {}
+    if "k" in names:
+        overrides |= {
+            "attn_weights": attn_weights,
+            "slope_of_cap": slope_of_cap,
+            "of_products": of_products,
+        }
+    if "v" in names:
+        overrides["dropped"] = for_names(["attn_weights"], dropped)
+    return _kernel_with(overrides)
+
+
+def _in_blocks(x: np.ndarray, count: int) -> np.ndarray:
+    """Return (B, N, T, S) as (B, N, blocks, T / blocks, blocks, S / blocks)."""
+    num_queries, num_keys = x.shape[2:]
+    return x.reshape(*x.shape[:2], count, num_queries // count, count, num_keys // count)
+
+
+def _of_own_blocks(x: np.ndarray, count: int) -> np.ndarray:
+    """Return products (B, N, T, S) in which every block of keys is the one of the queries."""
+    own = np.einsum("bnrtrs->bnrts", _in_blocks(x, count))
+    return np.repeat(own[:, :, :, :, None], count, axis=4).reshape(x.shape)
+
+
+def _into_own_blocks(d_x: np.ndarray, count: int) -> np.ndarray:
+    """Return the gradient before `_of_own_blocks`, from that after it."""
+    of_rank = _in_blocks(d_x, count).sum(axis=4)
+    is_own = np.eye(count, dtype=d_x.dtype)
+    return np.einsum("bnrts,rc->bnrtcs", of_rank, is_own).reshape(d_x.shape)
 
 
 # ---- Dropout -------------------------------------------------------------------------------------
@@ -715,16 +888,54 @@ def narrow_sums(case: Case) -> Iterator[Edit]:
             _passing(["scores"], _rounded_to(dtype)),
             "grad.scores",
         )
-        yield _loss(
-            f"grad-heads-{dtype}",
-            f"the gradients of queries, keys and values are rounded to {dtype}",
-            _passing("qkv", _rounded_to(dtype)),
-            "grad.v",
-        )
+        for names, words in (
+            ("qkv", "queries, keys and values"),
+            ("q", "queries"),
+            ("k", "keys"),
+            ("v", "values"),
+        ):
+            yield _loss(
+                f"grad-heads-{dtype}",
+                f"the gradients of {words} are rounded to {dtype}",
+                _passing(names, _rounded_to(dtype)),
+                *[f"grad.{name}" for name in reversed(names)],
+            )
+        for suffixes, words in (
+            ((), "parameters"),
+            (("_proj.weight",), "projections' weights"),
+            ((".bias",), "biases"),
+        ):
+            parameters = []
+            for name in weight_shapes(case.spec):
+                if not suffixes or name.endswith(suffixes):
+                    parameters.append(name)
+            yield _loss(
+                f"grad-parameters-{dtype}",
+                f"the gradients of all {words} are rounded to {dtype} in the end",
+                {"gradients": _with_rounded(parameters, dtype)},
+                *[f"grad.{name}" for name in parameters],
+            )
 
 
-def _loss(name: str, about: str, backward: Mapping[str, Override], stage: str) -> Edit:
-    return _bug(PRECISION, name, about, backward, stage, is_loss=True)
+def _loss(name: str, about: str, backward: Mapping[str, Override], *stages: str) -> Edit:
+    return _bug(PRECISION, name, about, backward, *stages, is_loss=True)
+
+
+def _with_rounded(parameters: Collection[str], dtype: str) -> Override:
+    """Round the gradients of some parameters, from which no others are computed."""
+
+    def gradients(
+        _: Backward, original: Any, *, with_stages: bool = False
+    ) -> dict[str, np.ndarray]:
+        grads = original(with_stages=with_stages)
+        rounded = {}
+        for name in parameters:
+            # A layer with another bug may lack a parameter.
+            if f"grad.{name}" in grads:
+                rounded[f"grad.{name}"] = in_sixteen_bits(grads[f"grad.{name}"], dtype)
+        return grads | rounded
+
+    return gradients
 
 
 def _rounded_to(dtype: str) -> Change:

@@ -239,6 +239,11 @@ GROUP_SUMS = BugFamily(
     "sum the gradients of a key/value head over all query heads of its group: reshape to "
     "(B, K, N // K, S, H), sum over axis 2",
 )
+BATCH_SUMS = BugFamily(
+    "backward-kernel",
+    "sum the gradient of a parameter over all sequences, and add that of each micro-batch to it: "
+    "neither keep one nor overwrite the sum",
+)
 LOSS_FACTOR = BugFamily(
     "stray-factor",
     "compare gradients of sum(output * cotangent): a sum, not a mean, and no loss scale",

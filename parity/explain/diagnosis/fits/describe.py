@@ -21,7 +21,12 @@ from parity.explain.diagnosis.fits.record import Description, Difference, Locati
 from parity.explain.diagnosis.fits.rotation import rotations
 from parity.explain.diagnosis.fits.rounding import rounded, rounding_signs
 from parity.explain.diagnosis.fits.rows import attn_weights, contexts, masks, scores, weights_signs
-from parity.explain.diagnosis.fits.values import constants, factors, offsets
+from parity.explain.diagnosis.fits.values import (
+    constants,
+    factors,
+    is_small_multiple,
+    offsets,
+)
 from parity.explain.diagnosis.fits.words import is_round
 from parity.explain.diagnosis.sample import sample_of
 from parity.measure.core.compare import (
@@ -57,7 +62,7 @@ GROUPS: tuple[Callable[[Difference], Iterator[Edit]], ...] = (
 )
 """The patterns; among those with equally many fitted parameters, usual ones first."""
 
-OF_GRADIENTS = (constants, factors, orders, transposes, other_stages, offsets, shifts)
+OF_GRADIENTS = (constants, factors, orders, transposes, other_stages, rounded, offsets, shifts)
 """The patterns of gradients: they say nothing about the formula that a stage has."""
 
 OF_SAMPLES = (constants, factors, rounded, offsets)
@@ -160,6 +165,9 @@ def _patterns(difference: Difference, recompute: Recompute | None) -> list[Edit]
         groups = OF_SAMPLES
     if difference.stage.is_gradient:
         groups = OF_GRADIENTS
+    if is_small_multiple(difference):
+        # They fit any other small values, and 0.
+        groups = (factors,)
     patterns = []
     for group in groups:
         patterns += group(difference)

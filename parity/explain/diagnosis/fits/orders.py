@@ -221,6 +221,8 @@ def other_stages(difference: Difference) -> Iterator[Edit]:
         if is_same_quantity:
             whose = f"{name}, of another step"
         for x, how in _as_they_fit(values.astype(np.float64), difference.expected.shape):
+            if not _shows_its_source(x[difference.part]):
+                continue
             if difference.is_explained_by(difference.within(x)):
                 words = f"the values there are taken from {whose}{how}"
                 families = _families_of_stages(difference, other)
@@ -230,6 +232,11 @@ def other_stages(difference: Difference) -> Iterator[Edit]:
                         f"{name}"
                     )
                 yield difference.pattern("other stage", words, {"stage": name}, families=families)
+
+
+def _shows_its_source(values: np.ndarray) -> bool:
+    """Return True if values show where they come from: NaN is the same everywhere."""
+    return bool(np.isfinite(values).any() and not np.isnan(values).any())
 
 
 def _families_of_stages(difference: Difference, other: Stage) -> Families:

@@ -13,7 +13,7 @@ from wild.rates import Job, grade_of, verdict_on
 from wild.sets import BUGS, RIGHTS, TRAINING
 
 import parity
-from mha_spec import AttentionSpec, Gate, Norm, Rope
+from mha_spec import Alibi, AttentionSpec, Gate, Norm, RelativeBias, Rope
 from parity.explain.diagnosis.bugs import GRADIENTS, bugs_for, known_bugs
 from parity.explain.diagnosis.bugs.backward import dropout_of
 from parity.explain.diagnosis.changed_backward import edited_backward
@@ -21,6 +21,7 @@ from parity.explain.diagnosis.dropout import factors_between
 from parity.explain.diagnosis.gradients import GradientTrial
 from parity.measure.core.stages import run_steps
 from parity.measure.core.trace import Reference
+from parity.measure.core.weights import dtype_named
 from parity.use.testing.assertion import compare_arrays
 
 RICH = parity.Case(
@@ -35,6 +36,29 @@ RICH = parity.Case(
 PLAIN = parity.Case("plain", AttentionSpec(32, 4), "nothing special", seq_len=8)
 CAPPED = parity.Case(
     "capped", AttentionSpec(32, 4, soft_cap=2.0, sinks=True), "a cap", seq_len=8, is_causal=True
+)
+WINDOW = parity.Case(
+    "window",
+    AttentionSpec(32, 4, num_kv_heads=2, window_size=3, sinks=True),
+    "a window",
+    seq_len=8,
+    is_causal=True,
+)
+BIASED = parity.Case(
+    "biased",
+    AttentionSpec(32, 4, relative_bias=RelativeBias(8, 16)),
+    "biases",
+    seq_len=8,
+    bias=True,
+)
+CHUNKS = parity.Case("chunks", AttentionSpec(32, 4, chunk_size=4), "chunks", seq_len=8)
+ALIBI = parity.Case("alibi", AttentionSpec(32, 4, alibi=Alibi()), "ALiBi", seq_len=8)
+PACKED = parity.Case(
+    "packed",
+    AttentionSpec(32, 4),
+    "two documents",
+    seq_len=8,
+    segment_ids=((0,) * 5 + (1,) * 3, (0,) * 8),
 )
 RECORDED = ("gate", "context", "attn_weights", "scores")
 
@@ -81,6 +105,125 @@ def test_bugs_of_backward_pass_are_named(case):
         if name not in explanations and bug.about not in explanations:
             unnamed.append((name, explanations))
     assert unnamed == []
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (WINDOW, "grad-window-ignored"),
+        (WINDOW, "grad-window-one-too-wide"),
+        (WINDOW, "grad-window-one-too-narrow"),
+        (WINDOW, "grad-sinks-ignored"),
+        (CAPPED, "grad-scores-uncapped"),
+        (BIASED, "grad-relative-bias-ignored"),
+        (BIASED, "grad-bias-ignored"),
+        (ALIBI, "grad-alibi-ignored"),
+        (CHUNKS, "grad-chunk-ignored"),
+        (PACKED, "grad-segments-ignored"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_second_copy_of_weights_is_named(case, name):
+    """A backward pass that computes its weights by other rules than the forward pass is named, in
+    each of its forms, from gradients of stages and of weights alone.
+    """
+    problem = parity.make_problem(case, "float32")
+    forms = [bug for bug in known_bugs(case, {GRADIENTS}) if bug.name == name]
+    assert len(forms) > 1
+    for bug in forms:
+        wrong = gradients_of(problem, bug)
+        for observed in (wrong, alone(wrong)):
+            diagnosis = parity.diagnose(observed, problem)
+            names = [
+                diagnosis.likely_bug,
+                *(about for f in diagnosis.findings for about in f.others),
+            ]
+            assert name in names or bug.about in names, (bug.about, names)
+
+
+@pytest.mark.parametrize(
+    ("stale", "words"), [("kv", "keys and values"), ("k", "keys"), ("v", "values")]
+)
+def test_stale_blocks_of_a_ring_are_named(stale, words):
+    """A ring whose backward pass has stale keys, stale values or both is named with what is stale,
+    from its steps on each rank.
+    """
+    for is_causal in (False, True):
+        problem = parity.make_problem(replace(PLAIN, is_causal=is_causal), "float32")
+        backward = edited_backward(problem, "float32", (), "ieee", fused=False)
+        stages = run_steps(backward.layer.steps())
+        stages["d_context"] = backward.gradients(with_stages=True)["grad.context"]
+        diagnosis = parity.diagnose(gradients_of_ring(stages, stale), problem)
+        assert [finding.likely_bug for finding in diagnosis.findings] == ["grad-ring-block-stale"]
+        assert f"its own block of {words} in every step" in str(diagnosis)
+
+
+def gradients_of_ring(stages, stale, ranks=4):
+    """Return the gradients of q, k and v by the steps of the ranks of a ring."""
+    q, k, v, d_context = (stages[name] for name in ("q", "k", "v", "d_context"))
+    scores = np.where(stages["mask"], -np.inf, stages["scores"])
+    lse = np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    delta = (d_context * stages["context"]).sum(axis=-1, keepdims=True)
+    scale = np.float32(q.shape[-1] ** -0.5)
+    d_q, d_k, d_v = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    size = q.shape[2] // ranks
+    blocks = [slice(rank * size, (rank + 1) * size) for rank in range(ranks)]
+    for own in blocks:
+        for block in blocks:
+            keys = k[:, :, own if "k" in stale else block]
+            values = v[:, :, own if "v" in stale else block]
+            weights = np.exp(q[:, :, own] @ keys.swapaxes(2, 3) * scale - lse[:, :, own])
+            weights = np.where(stages["mask"][:, :, own, block], np.float32(0.0), weights)
+            d_weights = d_context[:, :, own] @ values.swapaxes(2, 3)
+            d_scores = weights * (d_weights - delta[:, :, own]) * scale
+            d_q[:, :, own] += d_scores @ keys
+            d_k[:, :, block] += d_scores.swapaxes(2, 3) @ q[:, :, own]
+            d_v[:, :, block] += weights.swapaxes(2, 3) @ d_context[:, :, own]
+    return {"grad.q": d_q, "grad.k": d_k, "grad.v": d_v}
+
+
+def test_gradients_of_some_sequences_are_named():
+    """Gradients of parameters that come from one sequence, or from some, are named with these
+    sequences, in float32 and bfloat16.
+    """
+    case = replace(WINDOW, batch=4)
+    for dtype in ("float32", "bfloat16"):
+        problem = parity.make_problem(case, dtype)
+        for sequences, words in (([0], "sequence 0 alone"), ([2, 3], "sequences 2, 3 alone")):
+            is_left_out = ~np.isin(np.arange(4), sequences)[:, None, None]
+            cotangent = np.where(is_left_out, 0.0, problem.inputs["cotangent"])
+            inputs = problem.inputs | {"cotangent": cotangent.astype(dtype_named(dtype))}
+            of_some = gradients_in(replace(problem, inputs=inputs), dtype)
+            right = gradients_in(problem, dtype)
+            for names in (["sinks"], ["q_proj.bias", "v_proj.bias"], [*problem.weights]):
+                wrong = right | {f"grad.{name}": of_some[f"grad.{name}"] for name in names}
+                diagnosis = parity.diagnose(wrong, problem)
+                (finding,) = diagnosis.findings
+                assert finding.likely_bug == "grad-batch-not-summed"
+                assert words in str(diagnosis)
+
+
+def test_rounded_parameter_gradients_are_named():
+    """Right gradients of parameters, rounded to 16 bits in the end, are named; one alone is
+    described as rounded.
+    """
+    problem = parity.make_problem(PLAIN, "float32")
+    right = {name: torch.from_numpy(x) for name, x in gradients_in(problem, "float32").items()}
+    for dtype in ("bfloat16", "float16"):
+        for ending in ("_proj.weight", ".bias", ("_proj.weight", ".bias")):
+            names = [name for name in right if name.endswith(ending)]
+            rounded = {name: right[name].to(getattr(torch, dtype)).float() for name in names}
+            diagnosis = parity.diagnose(right | rounded, problem)
+            assert [f.likely_bug for f in diagnosis.findings] == [f"grad-parameters-{dtype}"]
+    alone = right["grad.out_proj.weight"].bfloat16().float()
+    diagnosis = parity.diagnose(right | {"grad.out_proj.weight": alone}, problem)
+    (finding,) = diagnosis.findings
+    assert finding.description.abouts == ("the values are rounded to bfloat16",)
+
+
+def gradients_in(problem, dtype):
+    backward = edited_backward(problem, dtype, (), "ieee", fused=False)
+    return backward.gradients(with_stages=True)
 
 
 def test_right_gradients_raise_no_alarm():
@@ -218,6 +361,46 @@ def test_absent_gradient_of_torch_is_zero():
     assert diagnosis.likely_bug == "grad-missing-of-out_proj-bias"
     with pytest.raises(AssertionError, match="grad-missing-of-out_proj-bias"):
         parity.assert_parity(gradients, problem=problem)
+
+
+def test_absent_gradients_of_stages_are_zero():
+    """None counts as 0 for a stage that gets no gradient, as `retain_grad` leaves it."""
+    problem = parity.make_problem(RICH, "float32")
+    wrong = gradients_of(problem, bug_named(RICH, "grad-stopped-at-k"))
+    diagnosis = parity.diagnose(wrong | {"grad.k": None}, problem)
+    assert diagnosis.likely_bug == "grad-stopped-at-k"
+    assert diagnosis.stage == "grad.k"
+    with pytest.raises(AssertionError, match="grad-stopped-at-k"):
+        parity.assert_parity(wrong | {"grad.k": None}, problem=problem)
+    with rejects("observed"):
+        parity.diagnose({"grad.nothing": None}, problem)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_not_finite_have_no_source(value):
+    """Gradients that are all NaN, or all infinite, are described so, and not as those of another
+    one.
+    """
+    problem = parity.make_problem(PLAIN, "float32")
+    gradients = alone(gradients_of(problem))
+    diagnosis = parity.diagnose({name: x * 0 + value for name, x in gradients.items()}, problem)
+    (finding,) = diagnosis.findings
+    assert [edit.name for edit in finding.description.patterns] == [
+        "nan" if np.isnan(value) else "infinite"
+    ]
+
+
+def test_small_factor_is_not_described_as_zero():
+    """In 16 bits, a gradient times 0.01 is described by its factor, and one of zeros as 0."""
+    problem = parity.make_problem(replace(PLAIN, is_causal=True), "bfloat16")
+    backward = edited_backward(problem, "bfloat16", (), "ieee", fused=False)
+    gradients = alone(backward.gradients())
+    for factor, pattern in ((0.01, "factor"), (0.0, "zeros")):
+        small = gradients["grad.out_proj.weight"] * factor
+        diagnosis = parity.diagnose(gradients | {"grad.out_proj.weight": small}, problem)
+        (finding,) = diagnosis.findings
+        assert finding.description.patterns[0].name == pattern
+    assert finding.description.abouts == ("all values there are 0",)
 
 
 def test_one_gradient_alone_is_asserted():
