@@ -182,7 +182,7 @@ def gradients_of_ring(stages, stale, ranks=4):
     return {"grad.q": d_q, "grad.k": d_k, "grad.v": d_v}
 
 
-def test_gradients_of_some_sequences_are_named():
+def test_gradients_of_sequences_are_named():
     """Gradients of parameters that come from one sequence, or from some, are named with these
     sequences, in float32 and bfloat16.
     """
@@ -203,7 +203,7 @@ def test_gradients_of_some_sequences_are_named():
                 assert words in str(diagnosis)
 
 
-def test_rounded_parameter_gradients_are_named():
+def test_rounded_gradients_are_named():
     """Right gradients of parameters, rounded to 16 bits in the end, are named; one alone is
     described as rounded.
     """
@@ -390,7 +390,7 @@ def test_values_not_finite_have_no_source(value):
     ]
 
 
-def test_small_factor_is_not_described_as_zero():
+def test_small_factor_is_not_called_zero():
     """In 16 bits, a gradient times 0.01 is described by its factor, and one of zeros as 0."""
     problem = parity.make_problem(replace(PLAIN, is_causal=True), "bfloat16")
     backward = edited_backward(problem, "bfloat16", (), "ieee", fused=False)
