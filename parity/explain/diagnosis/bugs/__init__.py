@@ -139,6 +139,9 @@ TOPICS = (
     _topic(masks.used_or_made, MASK, ATTN_WEIGHTS),
     _topic(masks.own, MASK),
     _topic(masks.by_slot, MASK),
+    # A call of one token that reads no cache looks like one with a transposed causal mask, which is
+    # less usual.
+    _topic(masks.earlier_calls, MASK),
     _topic(masks.causal, MASK),
     _topic(masks.padding, MASK),
     _topic(masks.window, MASK),

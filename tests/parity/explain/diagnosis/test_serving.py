@@ -4,6 +4,8 @@ all stages and from the outputs alone.
 The ports are in tests/wild; `make nightly` diagnoses all of them.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from helpers.samples import sample
@@ -299,6 +301,32 @@ def test_empty_cache_is_one_finding():
     (finding,) = parity.diagnose(stages, problem).findings
     assert finding.bugs == ("cache-empty",)
     assert finding.edits[0].when == "in calls after the first"
+
+
+@pytest.mark.parametrize("chunks", [(4, 1, 1), (4, 3, 1), (5, 3)])
+@pytest.mark.parametrize("window_size", [None, 4])
+def test_call_that_reads_no_cache_is_named(chunks, window_size):
+    """Calls that attend to their own tokens alone do not read the cache, in steps and in calls of
+    several tokens, with and without a window: their causal mask is not transposed.
+    """
+    spec = parity.AttentionSpec(32, 4, window_size=window_size)
+    seq_len = sum(chunks)
+    case = parity.Case("alone", spec, "", seq_len=seq_len, chunks=chunks, capacity=seq_len)
+    problem = parity.make_problem(case, "float32")
+    outputs = {}
+    for call in range(len(chunks)):
+        length = chunks[call]
+        alone = parity.Case("call", spec, "", seq_len=length, is_causal=True)
+        of_call = replace(
+            parity.make_problem(alone, "float32"),
+            weights=problem.weights,
+            inputs={"query": problem.step_input(call)},
+        )
+        outputs[f"step{call}.output"] = Reference(of_call).accumulated["output"]
+    (finding,) = parity.diagnose(outputs, problem).findings
+    assert finding.bugs == ("cache-not-read",)
+    assert not finding.edits[0].when
+    assert not finding.others
 
 
 @pytest.mark.parametrize(("capacity", "is_clamped"), [(6, False), (6, True), (7, False)])
