@@ -524,6 +524,11 @@ class _Question:
         return self.trial.stage(self.stage, self.edits)
 
     @cached_property
+    def wrong_sequences(self) -> frozenset[int]:
+        """The sequences of a batch in which the stage is certainly wrong."""
+        return self.trial.sequences_far_off(self.stage, self.edits)
+
+    @cached_property
     def _of_same_part(self) -> list[str]:
         return self.trial.of_path(stage_named(self.stage).path)
 
@@ -565,15 +570,18 @@ class _Question:
         return self.before.error <= SMALL * size_of(self.expected)
 
     def candidates(self, *, with_losses: bool) -> list[Edit]:
-        """Return the known bugs that may be tried, usual ones first."""
+        """Return the known bugs that may be tried, usual ones first: those of some sequences alone
+        only if no other sequence is wrong.
+        """
         # By name and description: a bug has several records, one for each step, and one that is
         # limited to some calls.
         injected = {(edit.name, edit.about, edit.calls) for edit in self.edits}
-        return [
-            bug
-            for bug in self.trial.known_at(self.index, with_losses=with_losses)
-            if not _is_among(bug, injected)
-        ]
+        candidates: list[Edit] = []
+        for bug in self.trial.known_at(self.index, with_losses=with_losses):
+            may_explain = bug.sequences is None or self.wrong_sequences <= bug.sequences
+            if may_explain and not _is_among(bug, injected):
+                candidates.append(bug)
+        return candidates
 
     def changes(self, edit: Edit) -> bool:
         """Return True if an edit changes the stage."""
@@ -706,6 +714,9 @@ class _Question:
         """
         for when, calls in named_calls(self.trial.problem.case):
             if self.call not in calls:
+                continue
+            # A bug that begins in a call is a different one in other calls.
+            if bug.calls is not None and not calls <= bug.calls:
                 continue
             limited = (replace(bug, calls=calls, when=when),)
             if not self._is_explained_by(limited):

@@ -290,14 +290,18 @@ def bugs_from_call(case: Case, call: int, observed: Mapping[str, np.ndarray]) ->
     if not case.is_cached or not 0 <= call < len(case.chunks):
         return []
     if call == 0:
-        return [*serving.not_reset(case, observed)]
+        return [
+            *serving.not_reset(case, observed),
+            *serving.reordered(case, call, None),
+            *serving.blocks(case, call, None),
+        ]
     bugs: list[Edit] = []
     for bug in caches.caches(case):
         if bug.name in LOST_ONCE:
             bugs.append(replace(bug, calls=frozenset([call]), when=f"in call {call} alone"))
     bugs += rings.lost_in_call(case, call)
-    bugs += serving.reordered(case, call)
     moved = moved_slots.moved_slots(case, call, observed)
+    bugs += serving.reordered(case, call, moved)
     bugs += serving.blocks(case, call, moved)
     if moved is not None:
         bugs += serving.exchanges(case, call, moved)

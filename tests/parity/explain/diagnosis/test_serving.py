@@ -136,14 +136,14 @@ def test_bugs_of_batches_need_a_batch():
     chunked = BUGS["serve-chunks-top-left"].problem.case
     assert not list(ragged(chunked))
     one = parity.Case("one", chunked.spec, "", batch=1, seq_len=2, chunks=(1, 1), capacity=2)
-    assert not list(reordered(one, 1))
+    assert not list(reordered(one, 1, None))
 
 
 def test_numbers_of_tried_blocks_are_limited():
     """Blocks are tried in all sizes of which the cache has at most `MOST_BLOCKS`."""
     spec = BUGS["serve-slot-late"].problem.spec
     case = parity.Case("long", spec, "", seq_len=65, chunks=(64, 1), capacity=65)
-    abouts = [bug.about for bug in blocks(case, 1, None)]
+    abouts = [bug.about for bug in blocks(case, 1, None) if " tokens" in bug.about]
     sizes = {int(about.split(" tokens")[0].split()[-1]) for about in abouts}
     assert sizes == {16, 32, 64}
     assert min(sizes) >= 65 / (MOST_BLOCKS + 1)
@@ -327,6 +327,120 @@ def test_call_that_reads_no_cache_is_named(chunks, window_size):
     assert finding.bugs == ("cache-not-read",)
     assert not finding.edits[0].when
     assert not finding.others
+
+
+def read_through(problem, change, first_call):
+    """Return the stages of a layer that reads its cache with a change, from a call on, and stores
+    the right one.
+    """
+    stored_after = {}
+
+    def appended(_, original, *inputs):
+        tokens = NewTokens(*inputs)
+        call = call_after(problem.case, tokens.before)
+        before = stored_after.get((tokens.cache, call - 1), {})
+        stored = {f"previous.{name}": x for name, x in before.items()}
+        grown = original(*tokens._replace(values={**tokens.values, **stored}))
+        stored_after[tokens.cache, call] = grown
+        if call < first_call:
+            return grown
+        return tokens.with_cached(grown, change)
+
+    return stages_with(problem, Edit(overrides={"appended": appended}))
+
+
+def stages_with(problem, bug):
+    trial = Trial(problem, {}, "ieee")
+    stages = {}
+    for index in range(len(trial.steps)):
+        stages |= trial.computed(index, (bug,))
+    return {name: x.astype(dtype_of_stage(name, "float32")) for name, x in stages.items()}
+
+
+IN_ORDER = {
+    (2, 0, 1): "cache-rows-reordered",
+    (0, 0, 0): "cache-rows-reordered",
+    (0, 1, 0): "cache-block-of-another",
+}
+"""Orders in which rows are read, with the names of the bugs."""
+
+
+@pytest.mark.costly("searches for bugs of outputs alone, in later calls")
+@pytest.mark.parametrize("output_only", [False, True])
+@pytest.mark.parametrize("first_call", [0, 1])
+@pytest.mark.parametrize("order", IN_ORDER)
+def test_rows_read_in_an_order_are_one_bug(order, first_call, output_only):
+    """A cache whose rows are read in a different order, in every call or in all later ones, is one
+    finding with that order; it does not compound.
+    """
+    problem = BUGS["serve-slot-late"].problem
+    stages = read_through(problem, lambda cached: cached[list(order)], first_call)
+    if output_only:
+        stages = {name: x for name, x in stages.items() if name.endswith("output")}
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert finding.bugs == (IN_ORDER[order],)
+    words = "sequence 2 reads the whole block table of sequence 0"
+    if IN_ORDER[order] == "cache-rows-reordered":
+        words = f"read in a different order than that of the sequences: {' '.join(map(str, order))}"
+    if first_call == 1:
+        words += ", from call 1 on"
+    assert finding.about.endswith(words)
+    assert not finding.others
+
+
+@pytest.mark.costly("searches for bugs of outputs alone, in later calls")
+@pytest.mark.parametrize("call", [1, 2])
+def test_rows_stored_in_an_order_are_one_bug(call):
+    """A cache that is reordered once, and stored so, is one finding with its order."""
+    problem = BUGS["serve-slot-late"].problem
+    about = "the sequences of the cache are in a different order than in the call: 2 0 1"
+    bug = next(bug for bug in reordered(problem.case, call, None) if bug.about == about)
+    stages = stages_with(problem, bug)
+    outputs = {name: x for name, x in stages.items() if name.endswith("output")}
+    for observed in (stages, outputs):
+        (finding,) = parity.diagnose(observed, problem).findings
+        assert finding.bugs == ("cache-rows-reordered",)
+        assert finding.about == bug.sentence
+
+
+def with_blocks_exchanged(cached):
+    order = np.arange(cached.shape[2])
+    order[:4] = 2, 3, 0, 1
+    changed = cached.copy()
+    changed[1] = cached[1][:, order]
+    return changed
+
+
+def with_block_of_another(cached):
+    changed = cached.copy()
+    changed[2, :, :2] = cached[0, :, :2]
+    return changed
+
+
+@pytest.mark.parametrize("output_only", [False, True])
+@pytest.mark.parametrize(
+    ("change", "name", "about"),
+    [
+        (
+            with_blocks_exchanged,
+            "cache-blocks-exchanged",
+            "blocks 0 and 1 of 2 tokens of sequence 1 are exchanged in the cache",
+        ),
+        (
+            with_block_of_another,
+            "cache-block-of-another",
+            "sequence 2 reads block 0 of 2 tokens of sequence 0",
+        ),
+    ],
+)
+def test_wrong_block_table_of_prompt_is_named(change, name, about, output_only):
+    """A block table that is wrong from the first call on is one finding, without a limit."""
+    problem = BUGS["serve-slot-late-window"].problem
+    stages = read_through(problem, change, 0)
+    if output_only:
+        stages = {name: x for name, x in stages.items() if name.endswith("output")}
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert (finding.bugs, finding.about) == ((name,), about)
 
 
 @pytest.mark.parametrize(("capacity", "is_clamped"), [(6, False), (6, True), (7, False)])
