@@ -721,12 +721,14 @@ class _Question:
             limited = (replace(bug, calls=calls, when=when),)
             if not self._is_explained_by(limited):
                 continue
-            if explains_all:
-                of_calls = [
-                    stage for stage in self.in_other_calls if stage_named(stage).step in calls
-                ]
-                if self.trial.wrong(of_calls, (*self.edits, *limited)):
-                    continue
+            of_calls = self.in_other_calls
+            if len(calls) > 1 or 0 in calls:
+                of_calls = [stage for stage in of_calls if stage_named(stage).step in calls]
+                if not explains_all:
+                    of_calls = []
+            # One later call alone is a cause only if nothing is wrong in others.
+            if self.trial.wrong(of_calls, (*self.edits, *limited)):
+                continue
             if self._spoils_nothing(limited):
                 return [limited]
         return []
@@ -734,7 +736,7 @@ class _Question:
 
 def named_calls(case: Case) -> Iterator[tuple[str, frozenset[int]]]:
     """Yield the sets of calls of a cache in which a bug may show, with a description: the largest
-    first.
+    first, and single ones last.
     """
     if not case.is_cached:
         return
@@ -745,6 +747,11 @@ def named_calls(case: Case) -> Iterator[tuple[str, frozenset[int]]]:
         yield "in calls of one token", one_token
         yield "in calls of several tokens", frozenset(calls) - one_token
     yield "in the first call", frozenset([0])
+    several = [frozenset(calls[1:]), one_token, frozenset(calls) - one_token]
+    for call in calls[1:]:
+        alone = frozenset([call])
+        if alone not in several:
+            yield f"in call {call} alone", alone
 
 
 def _is_cached_before(name: str, call: int) -> bool:

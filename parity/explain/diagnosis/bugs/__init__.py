@@ -175,6 +175,7 @@ TOPICS = (
     _topic(serving.left_padded, MASK, CACHE),
     _topic(serving.raised_otherwise, MASK, QKV, CACHE),
     _topic(serving.late, CACHE, SCORES, CONTEXT),
+    _topic(serving.exchanged_when_read, SCORES, CONTEXT),
     _topic(serving.rotated_again, CACHE),
     _topic(rings.rings, MASK, QKV, SCORES, ATTN_WEIGHTS),
     _topic(softmax.empty_rows, ATTN_WEIGHTS),

@@ -21,6 +21,7 @@ from parity.explain.diagnosis.bugs.families import (
     CACHE_POSITIONS,
     CACHE_SLOTS,
     PADDING,
+    SWAPPED,
     BugFamily,
 )
 from parity.explain.diagnosis.bugs.moved_slots import Change, MovedSlots, exchanged_slots
@@ -454,6 +455,28 @@ def _reading_before_write(
             return original(values)
         cached_before = np.zeros_like(values[argument])
     return original({**values, argument: cached_before})
+
+
+# ---- Keys that are read as values ----------------------------------------------------------------
+
+
+def exchanged_when_read(case: Case) -> Iterator[Edit]:
+    """Yield calls that take cached keys for values, and values for keys, but cache them rightly."""
+    spec = case.spec
+    if not case.is_cached or spec.latent is not None or spec.value_head_dim != spec.head_dim:
+        return
+    if spec.shared_kv:
+        return
+    yield SWAPPED.shown_in("scores")(
+        "k-v-swapped",
+        "keys and values are exchanged when they are read from the cache",
+        dict.fromkeys(("products", "weighed"), with_inputs(_keys_and_values_exchanged)),
+        fix="pass keys and values in the order of the function that attends to them",
+    )
+
+
+def _keys_and_values_exchanged(values: Values) -> tuple[Values]:
+    return ({**values, "k": values["v"], "v": values["k"]},)
 
 
 # ---- Keys that are rotated again -----------------------------------------------------------------
