@@ -875,6 +875,10 @@ def _pairs_of_bugs(question: _Question, work: Work) -> list[Edits]:
         known: list[Edit] = []
         with work.inside("pairs of bugs", share):
             for bug in question.candidates(with_losses=False):
+                # The first call has hundreds of wrong block tables, and a second bug of it shows
+                # in other stages.
+                if question.call == 0 and bug.sequences is not None:
+                    continue
                 is_visible = question.changes(bug) or not bug.shows_alone
                 if is_visible and _is_in_sight(question, bug):
                     known.append(bug)
