@@ -171,7 +171,7 @@ TOPICS = (
     _topic(quantized_caches.quantized_caches, CACHE),
     _topic(caches.caches, CACHE),
     _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
-    _topic(serving.ragged, MASK, QKV, CACHE),
+    _topic(serving.ragged, MASK, QKV, CACHE, SCORES),
     _topic(serving.left_padded, MASK, CACHE),
     _topic(serving.raised_otherwise, MASK, QKV, CACHE),
     _topic(serving.late, CACHE, SCORES, CONTEXT),

@@ -69,6 +69,9 @@ class CountedTokens:
             overrides["is_out_of_reach"] = with_inputs(self._with_queries)
         if POSITIONS in self.uses:
             overrides["project"] = with_inputs(self._with_positions)
+            # Distances of a bias are counted from the same positions.
+            overrides["distances"] = with_inputs(self._with_query_positions)
+            overrides["buckets"] = with_inputs(self._with_query_positions)
         if SLOTS in self.uses or self.is_stored:
             overrides["appended"] = self.appended
         return overrides
@@ -84,6 +87,11 @@ class CountedTokens:
         right = positions[:, 0] - self.case.first_position
         moved = self.wrong[call_after(self.case, right)] - right
         return inputs, positions + moved[:, None]
+
+    def _with_query_positions(self, positions: np.ndarray, key_len: int) -> tuple[np.ndarray, int]:
+        """Move the positions of the queries of a bias."""
+        queries, _ = self._with_queries(positions[:, None, :, None], np.zeros(1))
+        return queries[:, 0, :, 0], key_len
 
     def appended(self, _: Layer, original: Override, *inputs: Any) -> New:
         """Append tokens to a cache: an override of that method."""
@@ -164,9 +172,9 @@ def _of_other_numbers(case: Case, whose: str, wrong: np.ndarray) -> Iterator[Edi
         f"every sequence has the mask of {words}: it ends at the same slot",
         PADDING,
     )
-    if not case.spec.has_positions:
+    if not (case.spec.has_positions or case.spec.has_distance_bias):
         return
-    if whose != "longest":  # which is a known bug of RoPE
+    if whose != "longest" or case.spec.rope is None:  # which is a known bug of RoPE
         yield _using(
             case,
             wrong,

@@ -13,6 +13,7 @@ from wild.rates import Job, grade_of, verdict_on
 from wild.sets import BUGS
 
 import parity
+from mha_spec import Alibi
 from parity.explain.diagnosis.bugs.moved_slots import moved_slots
 from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.bugs.serving import (
@@ -401,6 +402,33 @@ def test_rows_stored_in_an_order_are_one_bug(call):
         (finding,) = parity.diagnose(observed, problem).findings
         assert finding.bugs == ("cache-rows-reordered",)
         assert finding.about == bug.sentence
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_bias_of_longest_sequence_is_named(has_mask):
+    """Distances of ALiBi that are counted from the end of the longest sequence are one bug, alone
+    and together with the mask.
+    """
+    spec = parity.AttentionSpec(32, 4, alibi=Alibi())
+    case = replace(BUGS["serve-slot-late"].problem.case, spec=spec)
+    problem = parity.make_problem(case, "float32")
+    longest = np.array([max(case.lengths_before(call)) for call in range(len(case.chunks))])
+
+    def queries(t, s):
+        moved = longest[call_after(case, t[:, 0, 0, 0])] - t[:, 0, 0, 0]
+        return t + moved[:, None, None, None], s
+
+    def distances(layer, original, positions, key_len):
+        moved, _ = queries(positions[:, None, :, None], 0)
+        return np.abs(moved - np.arange(key_len))
+
+    overrides = {"distances": distances}
+    if has_mask:
+        overrides["is_later"] = lambda layer, original, t, s: original(*queries(t, s))
+    stages = stages_with(problem, Edit(overrides=overrides))
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert finding.bugs == ("cache-position-of-longest",)
+    assert ("and its mask" in finding.about) == has_mask
 
 
 def with_blocks_exchanged(cached):
