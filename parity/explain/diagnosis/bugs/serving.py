@@ -568,7 +568,7 @@ def reordered(case: Case, call: int, moved: MovedSlots | None) -> Iterator[Edit]
 
 
 def _stored_in_order(case: Case, call: int, order: tuple[int, ...]) -> Iterator[Edit]:
-    """Yield caches that are brought into another order, which the next call finds."""
+    """Yield caches that are brought into a different order, which the next call finds."""
     about = (
         f"the sequences of the cache are in a different order than in the call: "
         f"{' '.join(map(str, order))}"
