@@ -558,6 +558,11 @@ class _Question:
         return self.trial.stage(self.stage, self.edits)
 
     @cached_property
+    def wrong_sequences(self) -> frozenset[int]:
+        """The sequences of a batch in which the stage is certainly wrong."""
+        return self.trial.sequences_far_off(self.stage, self.edits)
+
+    @cached_property
     def _of_same_part(self) -> list[str]:
         return self.trial.of_path(stage_named(self.stage).path)
 
@@ -599,15 +604,18 @@ class _Question:
         return self.before.error <= SMALL * size_of(self.expected)
 
     def candidates(self, *, with_losses: bool) -> list[Edit]:
-        """Return the known bugs that may be tried, usual ones first."""
+        """Return the known bugs that may be tried, usual ones first: those of some sequences alone
+        only if no other sequence is wrong.
+        """
         # By name and description: a bug has several records, one for each step, and one that is
         # limited to some calls.
         injected = {(edit.name, edit.about, edit.calls) for edit in self.edits}
-        return [
-            bug
-            for bug in self.trial.known_at(self.index, with_losses=with_losses)
-            if not _is_among(bug, injected)
-        ]
+        candidates: list[Edit] = []
+        for bug in self.trial.known_at(self.index, with_losses=with_losses):
+            may_explain = bug.sequences is None or self.wrong_sequences <= bug.sequences
+            if may_explain and not _is_among(bug, injected):
+                candidates.append(bug)
+        return candidates
 
     def changes(self, edit: Edit) -> bool:
         """Return True if an edit changes the stage."""
@@ -754,15 +762,20 @@ class _Question:
         for when, calls in named_calls(self.trial.problem.case):
             if self.call not in calls:
                 continue
+            # A bug that begins in a call is a different one in other calls.
+            if bug.calls is not None and not calls <= bug.calls:
+                continue
             limited = (replace(bug, calls=calls, when=when),)
             if not self._is_explained_by(limited):
                 continue
-            if explains_all:
-                of_calls = [
-                    stage for stage in self.in_other_calls if stage_named(stage).step in calls
-                ]
-                if self.trial.wrong(of_calls, (*self.edits, *limited)):
-                    continue
+            of_calls = self.in_other_calls
+            if len(calls) > 1 or 0 in calls:
+                of_calls = [stage for stage in of_calls if stage_named(stage).step in calls]
+                if not explains_all:
+                    of_calls = []
+            # One later call alone is a cause only if nothing is wrong in others.
+            if self.trial.wrong(of_calls, (*self.edits, *limited)):
+                continue
             if self._spoils_nothing(limited):
                 return [limited]
         return []
@@ -770,7 +783,7 @@ class _Question:
 
 def named_calls(case: Case) -> Iterator[tuple[str, frozenset[int]]]:
     """Yield the sets of calls of a cache in which a bug may show, with a description: the largest
-    first.
+    first, and single ones last.
     """
     if not case.is_cached:
         return
@@ -781,6 +794,11 @@ def named_calls(case: Case) -> Iterator[tuple[str, frozenset[int]]]:
         yield "in calls of one token", one_token
         yield "in calls of several tokens", frozenset(calls) - one_token
     yield "in the first call", frozenset([0])
+    several = [frozenset(calls[1:]), one_token, frozenset(calls) - one_token]
+    for call in calls[1:]:
+        alone = frozenset([call])
+        if alone not in several:
+            yield f"in call {call} alone", alone
 
 
 def _is_cached_before(name: str, call: int) -> bool:
@@ -904,6 +922,10 @@ def _pairs_of_bugs(question: _Question, work: Work) -> list[Edits]:
         known: list[Edit] = []
         with work.inside("pairs of bugs", share):
             for bug in question.candidates(with_losses=False):
+                # The first call has hundreds of wrong block tables, and a second bug of it shows
+                # in other stages.
+                if question.call == 0 and bug.sequences is not None:
+                    continue
                 is_visible = question.changes(bug) or not bug.shows_alone
                 if is_visible and _is_in_sight(question, bug):
                     known.append(bug)

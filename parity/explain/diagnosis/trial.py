@@ -56,6 +56,9 @@ ALL = "qkv"
 SOME_VALUES = 4096
 """The number of values that decide whether a stage is far off."""
 
+FAR_OFF_IN_SEQUENCE = 0.1
+"""The error of a sequence, as a share of its values, that is not rounding in any dtype."""
+
 FAR_OFF_SHARE = 0.5
 """The error of a stage, as a share of its size, that no rounding explains."""
 
@@ -672,6 +675,21 @@ class Trial:
         compared.
         """
         return _compared_cells(self.observed[stage], expected, self._masked.get(stage), stage)
+
+    def sequences_far_off(self, stage: str, edits: Edits) -> frozenset[int]:
+        """Return the sequences of a batch in which an observed stage differs from the one that has
+        edits by more than any rounding.
+        """
+        actual, expected = self.compared(stage, self.stage(stage, edits))
+        if actual.shape != expected.shape or len(actual) != self.problem.case.batch:
+            return frozenset()
+        far_off: set[int] = set()
+        for sequence, values in enumerate(expected.astype(np.float64)):
+            with np.errstate(invalid="ignore"):
+                error = size_of(actual[sequence].astype(np.float64) - values)
+            if error > FAR_OFF_IN_SEQUENCE * size_of(values):
+                far_off.add(sequence)
+        return frozenset(far_off)
 
     def distance(self, stage: str, expected: np.ndarray) -> float:
         """Return the mean absolute difference of an observed stage, without the cells that are not

@@ -140,6 +140,9 @@ TOPICS = (
     _topic(masks.used_or_made, MASK, ATTN_WEIGHTS),
     _topic(masks.own, MASK),
     _topic(masks.by_slot, MASK),
+    # A call of one token that reads no cache looks like one with a transposed causal mask, which is
+    # less usual.
+    _topic(masks.earlier_calls, MASK),
     _topic(masks.causal, MASK),
     _topic(masks.padding, MASK),
     _topic(masks.window, MASK),
@@ -169,10 +172,11 @@ TOPICS = (
     _topic(quantized_caches.quantized_caches, CACHE),
     _topic(caches.caches, CACHE),
     _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
-    _topic(serving.ragged, MASK, QKV, CACHE),
+    _topic(serving.ragged, MASK, QKV, CACHE, SCORES),
     _topic(serving.left_padded, MASK, CACHE),
     _topic(serving.raised_otherwise, MASK, QKV, CACHE),
     _topic(serving.late, CACHE, SCORES, CONTEXT),
+    _topic(serving.exchanged_when_read, SCORES, CONTEXT),
     _topic(serving.rotated_again, CACHE),
     _topic(rings.rings, MASK, QKV, SCORES, ATTN_WEIGHTS),
     _topic(softmax.empty_rows, ATTN_WEIGHTS),
@@ -290,14 +294,18 @@ def bugs_from_call(case: Case, call: int, observed: Mapping[str, np.ndarray]) ->
     if not case.is_cached or not 0 <= call < len(case.chunks):
         return []
     if call == 0:
-        return [*serving.not_reset(case, observed)]
+        return [
+            *serving.not_reset(case, observed),
+            *serving.reordered(case, call, None),
+            *serving.blocks(case, call, None),
+        ]
     bugs: list[Edit] = []
     for bug in caches.caches(case):
         if bug.name in LOST_ONCE:
             bugs.append(replace(bug, calls=frozenset([call]), when=f"in call {call} alone"))
     bugs += rings.lost_in_call(case, call)
-    bugs += serving.reordered(case, call)
     moved = moved_slots.moved_slots(case, call, observed)
+    bugs += serving.reordered(case, call, moved)
     bugs += serving.blocks(case, call, moved)
     if moved is not None:
         bugs += serving.exchanges(case, call, moved)

@@ -8,7 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from parity.explain.diagnosis.bugs.families import CAUSAL, CHUNK, PADDING, SHOWN_PADDING, WINDOW
+from parity.explain.diagnosis.bugs.families import (
+    CACHE_SLOTS,
+    CAUSAL,
+    CHUNK,
+    PADDING,
+    SHOWN_PADDING,
+    WINDOW,
+)
 from parity.explain.diagnosis.bugs.record import Edit, Override, WrongField, instead, known_bug
 from parity.explain.diagnosis.bugs.sites import Overrides, always, before
 from parity.measure.core.case import Case
@@ -133,6 +140,25 @@ def _using(change: Callable[[np.ndarray], np.ndarray]) -> Overrides:
 
 def _making(change: Callable[[np.ndarray], np.ndarray]) -> Overrides:
     return {"hidden": before(lambda masked: (change(masked),))}
+
+
+# ---- The keys of earlier calls -------------------------------------------------------------------
+
+
+def earlier_calls(case: Case) -> Iterator[Edit]:
+    """Yield calls that attend to their own tokens alone."""
+    if case.is_cached and len(case.chunks) > 1:
+        yield CACHE_SLOTS.shown_in("mask")(
+            "cache-not-read",
+            "calls attend to their own tokens alone: the cached keys of earlier calls are not read",
+            {"is_later": _hiding_earlier_calls},
+            fix="attend to the keys and values of the whole cache, not to the new ones alone",
+        )
+
+
+def _hiding_earlier_calls(_: Layer, original: Override, t: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """Override `is_later`: hide the keys before the first query of the call as well."""
+    return original(t, s) | (s < t[:, :, :1])
 
 
 # ---- The causal mask -----------------------------------------------------------------------------

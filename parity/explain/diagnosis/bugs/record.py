@@ -97,6 +97,7 @@ class Edit(JsonRecord):
             others.
         calls: the calls of a cache that have it; None for every call.
         when: the description of these calls; empty for every call.
+        sequences: the only sequences of a batch that it changes; None if it may change any.
         is_registered: True if a user or another package registered it.
         fitted: the values that were fitted to a stage, by name.
         parameters: how many they are: fewer are simpler.
@@ -119,6 +120,7 @@ class Edit(JsonRecord):
     shows_alone: bool = True
     calls: frozenset[int] | None = None
     when: str = ""
+    sequences: frozenset[int] | None = None
     is_registered: bool = False
     fitted: Mapping[str, Any] = field(default_factory=dict)
     parameters: int = 0

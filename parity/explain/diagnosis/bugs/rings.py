@@ -61,14 +61,14 @@ def rings(case: Case) -> Iterator[Edit]:
             "ones if the ring does not begin with the oldest",
             {"is_before_window": instead(_is_before_by_slot)},
         )
-    yield from _lost()
+    yield from _lost(case)
 
 
 # ---- Tokens that are lost or doubled -------------------------------------------------------------
 
 
-def _lost() -> Iterator[Edit]:
-    """Yield calls of several tokens that find only some of a ring's."""
+def _lost(case: Case) -> Iterator[Edit]:
+    """Yield calls of several tokens that find only some of a ring's, or none."""
     lost = RING.shown_in("mask")
     yield lost(
         "cache-ring-lost",
@@ -76,6 +76,8 @@ def _lost() -> Iterator[Edit]:
         "first slots of the ring, which were written since its last round",
         {"is_before_window": _is_of_last_round},
     )
+    if 1 not in case.chunks[1:]:
+        return  # that is a cache that no call reads: `cache-not-read`
     yield lost(
         "cache-ring-lost",
         "all tokens of the ring are lost in calls of several tokens",

@@ -21,6 +21,7 @@ from parity.explain.diagnosis.bugs.families import (
     CACHE_POSITIONS,
     CACHE_SLOTS,
     PADDING,
+    SWAPPED,
     BugFamily,
 )
 from parity.explain.diagnosis.bugs.moved_slots import Change, MovedSlots, exchanged_slots
@@ -68,6 +69,9 @@ class CountedTokens:
             overrides["is_out_of_reach"] = with_inputs(self._with_queries)
         if POSITIONS in self.uses:
             overrides["project"] = with_inputs(self._with_positions)
+            # Distances of a bias are counted from the same positions.
+            overrides["distances"] = with_inputs(self._with_query_positions)
+            overrides["buckets"] = with_inputs(self._with_query_positions)
         if SLOTS in self.uses or self.is_stored:
             overrides["appended"] = self.appended
         return overrides
@@ -83,6 +87,11 @@ class CountedTokens:
         right = positions[:, 0] - self.case.first_position
         moved = self.wrong[call_after(self.case, right)] - right
         return inputs, positions + moved[:, None]
+
+    def _with_query_positions(self, positions: np.ndarray, key_len: int) -> tuple[np.ndarray, int]:
+        """Move the positions of the queries of a bias."""
+        queries, _ = self._with_queries(positions[:, None, :, None], np.zeros(1))
+        return queries[:, 0, :, 0], key_len
 
     def appended(self, _: Layer, original: Override, *inputs: Any) -> New:
         """Append tokens to a cache: an override of that method."""
@@ -163,9 +172,9 @@ def _of_other_numbers(case: Case, whose: str, wrong: np.ndarray) -> Iterator[Edi
         f"every sequence has the mask of {words}: it ends at the same slot",
         PADDING,
     )
-    if not case.spec.has_positions:
+    if not (case.spec.has_positions or case.spec.has_distance_bias):
         return
-    if whose != "longest":  # which is a known bug of RoPE
+    if whose != "longest" or case.spec.rope is None:  # which is a known bug of RoPE
         yield _using(
             case,
             wrong,
@@ -456,6 +465,28 @@ def _reading_before_write(
     return original({**values, argument: cached_before})
 
 
+# ---- Keys that are read as values ----------------------------------------------------------------
+
+
+def exchanged_when_read(case: Case) -> Iterator[Edit]:
+    """Yield calls that take cached keys for values, and values for keys, but cache them rightly."""
+    spec = case.spec
+    if not case.is_cached or spec.latent is not None or spec.value_head_dim != spec.head_dim:
+        return
+    if spec.shared_kv:
+        return
+    yield SWAPPED.shown_in("scores")(
+        "k-v-swapped",
+        "keys and values are exchanged when they are read from the cache",
+        dict.fromkeys(("products", "weighed"), with_inputs(_keys_and_values_exchanged)),
+        fix="pass keys and values in the order of the function that attends to them",
+    )
+
+
+def _keys_and_values_exchanged(values: Values) -> tuple[Values]:
+    return ({**values, "k": values["v"], "v": values["k"]},)
+
+
 # ---- Keys that are rotated again -----------------------------------------------------------------
 
 
@@ -509,29 +540,85 @@ def _with_keys_rotated_again(
 # ---- A different order of sequences --------------------------------------------------------------
 
 
-def reordered(case: Case, call: int) -> Iterator[Edit]:
-    """Yield caches whose sequences are in a different order than in the call, as after a step of
-    beam search that reorders only one of them. They are so from a call on.
+def reordered(case: Case, call: int, moved: MovedSlots | None) -> Iterator[Edit]:
+    """Yield caches whose sequences are in a different order than in the call: as after a step of
+    beam search that reorders only one of them, or because every call reads them so. They are so
+    from a call on.
+
+    Args:
+        case: with a cache.
+        call: the call.
+        moved: the slots that moved in the call; None if the cache was not observed.
     """
     if case.batch < 2:
         return
-    later_calls = frozenset(range(1, len(case.chunks)))
     for order in _orders(case.batch):
+        change = partial(_in_rows, np.array(order))
+        if moved is not None and not moved.may_be(change):
+            continue
+        if call > 0:  # before, there is nothing to reorder
+            yield from _stored_in_order(case, call, order)
         about = (
-            f"the sequences of the cache are in a different order than in the call: "
+            f"the rows of the cache are read in a different order than that of the sequences: "
             f"{' '.join(map(str, order))}"
         )
-        for words, change in (("", _with_earlier_rows), (", with the new tokens", _with_all_rows)):
-            bug = _bug(
-                "cache-rows-reordered",
-                about + words,
-                {"appended": partial(change, np.array(order))},
-                ROWS,
-            )
-            # The later calls find the order of this one in the cache.
-            yield replace(bug, calls=frozenset([call]), when=f"from call {call} on")
-            if call == 1 and len(later_calls) > 1:
-                yield replace(bug, calls=later_calls, when="again in every later call")
+        restore = partial(_out_of_rows, np.array(order))
+        words = ("cache-rows-reordered", about)
+        yield _read_differently(case, call, words, change, restore, ROWS)
+
+
+def _stored_in_order(case: Case, call: int, order: tuple[int, ...]) -> Iterator[Edit]:
+    """Yield caches that are brought into a different order, which the next call finds."""
+    about = (
+        f"the sequences of the cache are in a different order than in the call: "
+        f"{' '.join(map(str, order))}"
+    )
+    later_calls = frozenset(range(1, len(case.chunks)))
+    rows = np.array(order)
+    changed = _changed_sequences(case, partial(_in_rows, rows))
+    for words, change in (("", _with_earlier_rows), (", with the new tokens", _with_all_rows)):
+        bug = _bug("cache-rows-reordered", about + words, {"appended": partial(change, rows)}, ROWS)
+        bug = replace(bug, sequences=changed)
+        # The later calls find the order of this one in the cache.
+        yield replace(bug, calls=frozenset([call]), when=f"from call {call} on")
+        is_read_so = change is _with_all_rows and np.array_equal(rows[rows], rows)
+        if call == 1 and len(later_calls) > 1 and not is_read_so:
+            yield replace(bug, calls=later_calls, when="again in every later call")
+
+
+def _read_differently(
+    case: Case,
+    call: int,
+    words: tuple[str, str],
+    change: Change,
+    restore: Change,
+    family: BugFamily,
+) -> Edit:
+    """Return the bug that a call and all later ones read a right cache with a change.
+
+    Args:
+        case: with a cache.
+        call: the first call.
+        words: the name of the bug, and its description.
+        change: changes the cache when it is read.
+        restore: returns the cache of a change of it, as far as the change reads it.
+        family: of the bug.
+    """
+    name, about = words
+    overrides = {"appended": partial(_read_through, change, restore, case, call)}
+    bug = _bug(name, about, overrides, family)
+    bug = replace(bug, sequences=_changed_sequences(case, change))
+    if call == 0:
+        return bug
+    return replace(bug, calls=frozenset(range(call, len(case.chunks))), when=f"from call {call} on")
+
+
+def _changed_sequences(case: Case, change: Change) -> frozenset[int]:
+    """Return the sequences whose cached tokens are changed."""
+    # Not from 0, which is an empty slot.
+    tokens = np.arange(1, case.batch * case.capacity + 1).reshape(case.batch, 1, case.capacity, 1)
+    is_changed = (change(tokens) != tokens).any(axis=(1, 2, 3))
+    return frozenset(np.flatnonzero(is_changed).tolist())
 
 
 def unordered_rows(case: Case, caches: Mapping[tuple[int, str], np.ndarray]) -> Iterator[Edit]:
@@ -622,6 +709,13 @@ def _in_rows(order: np.ndarray, cached: np.ndarray) -> np.ndarray:
     return cached[order]
 
 
+def _out_of_rows(order: np.ndarray, changed: np.ndarray) -> np.ndarray:
+    """Return a cache from its rows in an order; rows that the order leaves out are not read."""
+    cached = changed.copy()
+    cached[order] = changed
+    return cached
+
+
 # ---- Blocks of a paged cache ---------------------------------------------------------------------
 
 
@@ -634,13 +728,11 @@ def blocks(case: Case, call: int, moved: MovedSlots | None) -> Iterator[Edit]:
         call: the call.
         moved: the slots that moved in the call; None if the cache was not observed.
     """
-    calls = frozenset(range(call, len(case.chunks)))
-    for name, words, change in _changes_of_blocks(case, call):
+    for name, about, change in _changes_of_blocks(case, call):
         if moved is not None and not moved.may_be(change):
             continue
-        overrides = {"appended": partial(_read_through, change, case, call)}
-        bug = _bug(name, words, overrides, BLOCKS)
-        yield replace(bug, calls=calls, when=f"from call {call} on")
+        # Twice is undone, or is once.
+        yield _read_differently(case, call, (name, about), change, change, BLOCKS)
 
 
 BLOCKS = BugFamily(
@@ -671,6 +763,13 @@ def _changes_of_blocks(case: Case, call: int) -> Iterator[tuple[str, str, Change
         if num_blocks <= MOST_BLOCKS:
             yield from _changes_of_size(batch, num_blocks, size)
         size *= 2
+    # After single blocks: the first call cannot distinguish a block from the whole table.
+    if batch <= FEW_SEQUENCES:
+        for one, other in permutations(range(batch), 2):
+            rows = np.arange(batch)
+            rows[one] = other
+            about = f"sequence {one} reads the whole block table of sequence {other}"
+            yield "cache-block-of-another", about, partial(_in_rows, rows)
 
 
 def _changes_of_size(batch: int, num_blocks: int, size: int) -> Iterator[tuple[str, str, Change]]:
@@ -737,6 +836,7 @@ def _slots_of(block: int, size: int, slots: np.ndarray) -> np.ndarray:
 
 def _read_through(
     change: Change,
+    restore: Change,
     case: Case,
     first_call: int,
     _: Layer,
@@ -744,11 +844,11 @@ def _read_through(
     *inputs: Any,
 ) -> New:
     """Write into the right cache, and read it with a change. Calls after the first one that has it
-    find the changed cache of the call before.
+    find the changed cache of the call before, and restore it.
     """
     tokens = NewTokens(*inputs)
     if call_after(case, tokens.before) > first_call:
-        tokens = tokens.with_cached_before(change)
+        tokens = tokens.with_cached_before(restore)
     return tokens.with_cached(original(*tokens), change)
 
 

@@ -71,6 +71,23 @@ def test_two_bugs_of_a_stage_by_calls(in_prompt, in_steps, has_stages):
     assert {stage[:5] for stage in second.stages} == {"step1", "step2"}
 
 
+@pytest.mark.parametrize("has_stages", [True, False])
+@pytest.mark.parametrize("name", ["scale-missing", "k-v-swapped"])
+def test_bug_of_a_single_call_is_named(name, has_stages):
+    """A bug of one later call of several tokens, alone, is named with that call."""
+    known = [known for known in bugs_for(CASE) if known.name == name]
+    wrong = replace(known[-1], calls=frozenset([2]))
+    trial = Trial(PROBLEM, {}, "ieee")
+    stages = {}
+    for index in range(len(trial.steps)):
+        stages |= trial.computed(index, (wrong,))
+    stages = {name: x for name, x in stages.items() if not name.startswith("step2.module")}
+    if not has_stages:
+        stages = outputs_of(stages)
+    (finding,) = diagnose(stages, PROBLEM).findings
+    assert (finding.bugs, finding.edits[0].when) == ((name,), "in call 2 alone")
+
+
 @sample(has_stages=[True])
 @pytest.mark.parametrize("has_stages", [True, False])
 def test_unknown_steps_limit_a_bug(has_stages):

@@ -4,6 +4,8 @@ all stages and from the outputs alone.
 The ports are in tests/wild; `make nightly` diagnoses all of them.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from helpers.samples import sample
@@ -11,6 +13,7 @@ from wild.rates import Job, grade_of, verdict_on
 from wild.sets import BUGS
 
 import parity
+from mha_spec import Alibi
 from parity.explain.diagnosis.bugs.moved_slots import moved_slots
 from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.bugs.serving import (
@@ -134,14 +137,14 @@ def test_bugs_of_batches_need_a_batch():
     chunked = BUGS["serve-chunks-top-left"].problem.case
     assert not list(ragged(chunked))
     one = parity.Case("one", chunked.spec, "", batch=1, seq_len=2, chunks=(1, 1), capacity=2)
-    assert not list(reordered(one, 1))
+    assert not list(reordered(one, 1, None))
 
 
 def test_numbers_of_tried_blocks_are_limited():
     """Blocks are tried in all sizes of which the cache has at most `MOST_BLOCKS`."""
     spec = BUGS["serve-slot-late"].problem.spec
     case = parity.Case("long", spec, "", seq_len=65, chunks=(64, 1), capacity=65)
-    abouts = [bug.about for bug in blocks(case, 1, None)]
+    abouts = [bug.about for bug in blocks(case, 1, None) if " tokens" in bug.about]
     sizes = {int(about.split(" tokens")[0].split()[-1]) for about in abouts}
     assert sizes == {16, 32, 64}
     assert min(sizes) >= 65 / (MOST_BLOCKS + 1)
@@ -299,6 +302,173 @@ def test_empty_cache_is_one_finding():
     (finding,) = parity.diagnose(stages, problem).findings
     assert finding.bugs == ("cache-empty",)
     assert finding.edits[0].when == "in calls after the first"
+
+
+@pytest.mark.parametrize("chunks", [(4, 1, 1), (4, 3, 1), (5, 3)])
+@pytest.mark.parametrize("window_size", [None, 4])
+def test_call_that_reads_no_cache_is_named(chunks, window_size):
+    """Calls that attend to their own tokens alone do not read the cache, in steps and in calls of
+    several tokens, with and without a window: their causal mask is not transposed.
+    """
+    spec = parity.AttentionSpec(32, 4, window_size=window_size)
+    seq_len = sum(chunks)
+    case = parity.Case("alone", spec, "", seq_len=seq_len, chunks=chunks, capacity=seq_len)
+    problem = parity.make_problem(case, "float32")
+    outputs = {}
+    for call in range(len(chunks)):
+        length = chunks[call]
+        alone = parity.Case("call", spec, "", seq_len=length, is_causal=True)
+        of_call = replace(
+            parity.make_problem(alone, "float32"),
+            weights=problem.weights,
+            inputs={"query": problem.step_input(call)},
+        )
+        outputs[f"step{call}.output"] = Reference(of_call).accumulated["output"]
+    (finding,) = parity.diagnose(outputs, problem).findings
+    assert finding.bugs == ("cache-not-read",)
+    assert not finding.edits[0].when
+    assert not finding.others
+
+
+def read_through(problem, change, first_call):
+    """Return the stages of a layer that reads its cache with a change, from a call on, and stores
+    the right one.
+    """
+    stored_after = {}
+
+    def appended(_, original, *inputs):
+        tokens = NewTokens(*inputs)
+        call = call_after(problem.case, tokens.before)
+        before = stored_after.get((tokens.cache, call - 1), {})
+        stored = {f"previous.{name}": x for name, x in before.items()}
+        grown = original(*tokens._replace(values={**tokens.values, **stored}))
+        stored_after[tokens.cache, call] = grown
+        if call < first_call:
+            return grown
+        return tokens.with_cached(grown, change)
+
+    return stages_with(problem, Edit(overrides={"appended": appended}))
+
+
+def stages_with(problem, bug):
+    trial = Trial(problem, {}, "ieee")
+    stages = {}
+    for index in range(len(trial.steps)):
+        stages |= trial.computed(index, (bug,))
+    return {name: x.astype(dtype_of_stage(name, "float32")) for name, x in stages.items()}
+
+
+IN_ORDER = {
+    (2, 0, 1): "cache-rows-reordered",
+    (0, 0, 0): "cache-rows-reordered",
+    (0, 1, 0): "cache-block-of-another",
+}
+"""Orders in which rows are read, with the names of the bugs."""
+
+
+@pytest.mark.costly("searches for bugs of outputs alone, in later calls")
+@pytest.mark.parametrize("output_only", [False, True])
+@pytest.mark.parametrize("first_call", [0, 1])
+@pytest.mark.parametrize("order", IN_ORDER)
+def test_rows_read_in_an_order_are_one_bug(order, first_call, output_only):
+    """A cache whose rows are read in a different order, in every call or in all later ones, is one
+    finding with that order; it does not compound.
+    """
+    problem = BUGS["serve-slot-late"].problem
+    stages = read_through(problem, lambda cached: cached[list(order)], first_call)
+    if output_only:
+        stages = {name: x for name, x in stages.items() if name.endswith("output")}
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert finding.bugs == (IN_ORDER[order],)
+    words = "sequence 2 reads the whole block table of sequence 0"
+    if IN_ORDER[order] == "cache-rows-reordered":
+        words = f"read in a different order than that of the sequences: {' '.join(map(str, order))}"
+    if first_call == 1:
+        words += ", from call 1 on"
+    assert finding.about.endswith(words)
+    assert not finding.others
+
+
+@pytest.mark.costly("searches for bugs of outputs alone, in later calls")
+@pytest.mark.parametrize("call", [1, 2])
+def test_rows_stored_in_an_order_are_one_bug(call):
+    """A cache that is reordered once, and stored so, is one finding with its order."""
+    problem = BUGS["serve-slot-late"].problem
+    about = "the sequences of the cache are in a different order than in the call: 2 0 1"
+    bug = next(bug for bug in reordered(problem.case, call, None) if bug.about == about)
+    stages = stages_with(problem, bug)
+    outputs = {name: x for name, x in stages.items() if name.endswith("output")}
+    for observed in (stages, outputs):
+        (finding,) = parity.diagnose(observed, problem).findings
+        assert finding.bugs == ("cache-rows-reordered",)
+        assert finding.about == bug.sentence
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_bias_of_longest_sequence_is_named(has_mask):
+    """Distances of ALiBi that are counted from the end of the longest sequence are one bug, alone
+    and together with the mask.
+    """
+    spec = parity.AttentionSpec(32, 4, alibi=Alibi())
+    case = replace(BUGS["serve-slot-late"].problem.case, spec=spec)
+    problem = parity.make_problem(case, "float32")
+    longest = np.array([max(case.lengths_before(call)) for call in range(len(case.chunks))])
+
+    def queries(t, s):
+        moved = longest[call_after(case, t[:, 0, 0, 0])] - t[:, 0, 0, 0]
+        return t + moved[:, None, None, None], s
+
+    def distances(layer, original, positions, key_len):
+        moved, _ = queries(positions[:, None, :, None], 0)
+        return np.abs(moved - np.arange(key_len))
+
+    overrides = {"distances": distances}
+    if has_mask:
+        overrides["is_later"] = lambda layer, original, t, s: original(*queries(t, s))
+    stages = stages_with(problem, Edit(overrides=overrides))
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert finding.bugs == ("cache-position-of-longest",)
+    assert ("and its mask" in finding.about) == has_mask
+
+
+def with_blocks_exchanged(cached):
+    order = np.arange(cached.shape[2])
+    order[:4] = 2, 3, 0, 1
+    changed = cached.copy()
+    changed[1] = cached[1][:, order]
+    return changed
+
+
+def with_block_of_another(cached):
+    changed = cached.copy()
+    changed[2, :, :2] = cached[0, :, :2]
+    return changed
+
+
+@pytest.mark.parametrize("output_only", [False, True])
+@pytest.mark.parametrize(
+    ("change", "name", "about"),
+    [
+        (
+            with_blocks_exchanged,
+            "cache-blocks-exchanged",
+            "blocks 0 and 1 of 2 tokens of sequence 1 are exchanged in the cache",
+        ),
+        (
+            with_block_of_another,
+            "cache-block-of-another",
+            "sequence 2 reads block 0 of 2 tokens of sequence 0",
+        ),
+    ],
+)
+def test_wrong_block_table_of_prompt_is_named(change, name, about, output_only):
+    """A block table that is wrong from the first call on is one finding, without a limit."""
+    problem = BUGS["serve-slot-late-window"].problem
+    stages = read_through(problem, change, 0)
+    if output_only:
+        stages = {name: x for name, x in stages.items() if name.endswith("output")}
+    (finding,) = parity.diagnose(stages, problem).findings
+    assert (finding.bugs, finding.about) == ((name,), about)
 
 
 @pytest.mark.parametrize(("capacity", "is_clamped"), [(6, False), (6, True), (7, False)])
