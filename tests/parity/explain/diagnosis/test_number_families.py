@@ -144,7 +144,7 @@ def stages_of(problem):
     return run_steps(ChangedLayer(problem, Arithmetic(dtype_named("float32"))).steps())
 
 
-def test_one_number_explains_queries_and_keys():
+def test_one_number_explains_q_and_k():
     """YaRN's attention factor in a layer with LongRoPE is one finding: the fitted number is exact
     enough to explain queries and keys.
     """

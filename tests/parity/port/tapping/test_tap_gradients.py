@@ -123,7 +123,7 @@ def test_frozen_inputs_raise_no_alarm():
     assert verdict_on(made(), attention_mask=padded).passed
 
 
-def test_gradients_of_bert_end_at_the_context():
+def test_bert_gradients_end_at_the_context():
     """A right training step of BERT agrees: its output projection is in another module."""
     config = transformers.BertConfig(
         vocab_size=16,
@@ -145,7 +145,7 @@ def test_gradients_of_bert_end_at_the_context():
     assert "grad.context" in {comparison.stage for comparison in verdict.layers[1].comparisons}
 
 
-def test_gradients_of_bloom_lack_its_residual():
+def test_bloom_gradients_lack_the_residual():
     """A right training step of BLOOM agrees: its layers add a residual, which gets no gradient."""
     config = transformers.BloomConfig(vocab_size=16, hidden_size=16, n_head=2, n_layer=2)
     model = transformers.BloomModel(config).eval()
