@@ -361,7 +361,7 @@ class _Reader:
             difference = np.where(is_visible, x.astype(np.float64) - self.expected, 0.0)
             shift = difference.sum(axis=-1, keepdims=True) / num_visible
             values = np.where(is_visible, x - shift, self.expected).astype(x.dtype)
-        yield "has a number added to each row, which a softmax ignores", values
+        yield "differs by a number for each row, which a softmax ignores", values
 
     def _computable_conventions(self) -> Iterator[tuple[str, Edit]]:
         """Yield the conventions that the reference itself can compute."""
