@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
+from mha_spec.annotations import Axes
 
 KERNELS = {"plain_sdpa"}
 """Functions whose callers check the arguments."""
@@ -163,6 +164,12 @@ def test_other_ranks_raise(sibling):
             error = input_error_of(argument, **{argument.name: argument.of_shape(sibling, shape)})
             assert (str(argument), error.argument) == (str(argument), argument.name)
             assert error.got == {f"{argument.name}.shape": shape}
+
+
+def test_axes_in_words_are_tuples():
+    """Errors show axes as Python shows a shape: one axis has a comma."""
+    words = {text: Axes.of(text).in_words() for text in ("N", "B T d_in", "*B T")}
+    assert words == {"N": "(N,)", "B T d_in": "(B, T, d_in)", "*B T": "(…, T)"}
 
 
 def test_other_kinds_raise(sibling):

@@ -842,6 +842,15 @@ def test_mark_of_a_cache_is_not_its_value():
     assert not cache.is_written_over
 
 
+def test_appended_latents_mark_their_cache():
+    """Appending to a cache of latents marks the cache whose storage is reused, not the new one."""
+    cache = mha_torch.init_latent_cache(1, 4, kv_rank=5, rope_dim=3)
+    with torch.no_grad():
+        after = mha_torch.append_to_latent_cache(cache, torch.ones(1, 1, 2, 8))
+    assert cache.is_written_over
+    assert not after.is_written_over
+
+
 def test_cached_step_can_be_exported():
     """An exported step matches the module, in output, keys and lengths."""
     layer = module("MultiHeadAttentionWithCache").eval()
