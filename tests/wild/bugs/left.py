@@ -30,6 +30,10 @@ for suffix, dtype in (("", "float32"), ("-bf16", "bfloat16")):
       (POSITIONS, f"{POSITIONS}\n    if t == 1:\n        positions = {SLOTS}"),
       "The prompt is rotated by its positions, steps by their slots.", "step1.q", pattern="positions of slots in steps",
       limited={"B": (0, 2)}, **of)
+    m(f"positions-stuck{suffix}", "rope",
+      (POSITIONS, f"{POSITIONS}\n    if start == 0:\n        cache.last = positions[:, -1:]\n    if t == 1:\n"
+       "        positions = cache.last"),
+      "Steps keep the position of the last token of the prompt.", "step1.q", pattern="positions stuck", **of)
     m(f"slots-of-positions{suffix}", "cache",
       (WHERE, f"{WHERE}\n    if t == 1:\n        where = where - {PADS}"),
       "Steps write into the slot of their position, and overwrite tokens.", "step1.cache.keys",

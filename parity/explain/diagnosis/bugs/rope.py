@@ -93,6 +93,8 @@ def _turned_in(case: Case, of: str, whose: str, suffix: str) -> Iterator[Edit]:
     yield from _turned(rope, of, whose, suffix)
     if case.is_cached and not case.has_positions:
         yield from _cached_positions(case, of, whose, suffix)
+    if len(case.chunks) > 2 and rope.sections is None:
+        yield from _stuck_positions(case, of, whose, suffix)
 
 
 def turned_otherwise(case: Case) -> Iterator[Edit]:
@@ -249,6 +251,19 @@ def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[
         )
 
 
+def _stuck_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[Edit]:
+    """Yield positions of later calls that all begin at the end of the first one."""
+    for begin, number in (("after", 1), ("at", 0)):
+        yield of_rope(
+            f"cache-position-stuck{suffix}",
+            f"{whose} RoPE positions begin {begin} the last token of the first call in every later "
+            f"one",
+            positions(of, partial(_stuck, _ends_of_first_call(case), number)),
+            fix=CACHE_POSITIONS.fix,
+            page=CACHE_POSITIONS.page,
+        )
+
+
 def _is_ragged(case: Case) -> bool:
     """Return True if the sequences of a cache have different lengths before a call."""
     calls = range(len(case.chunks))
@@ -258,6 +273,19 @@ def _is_ragged(case: Case) -> bool:
 def _one_higher_later(token_positions: np.ndarray) -> np.ndarray:
     is_later_call = token_positions[:, :1] > 0
     return token_positions + is_later_call
+
+
+def _ends_of_first_call(case: Case) -> np.ndarray:
+    """Return the position of the last token of the first call, (B or 1,)."""
+    if case.position_ids is not None:
+        return case.position_ids[:, case.chunks[0] - 1]
+    return case.first_position + np.array(case.lengths_before(1)) - 1
+
+
+def _stuck(ends: np.ndarray, number: int, token_positions: np.ndarray) -> np.ndarray:
+    begins = token_positions[:, :1]
+    stuck = ends[:, None] + number + token_positions - begins
+    return np.where(begins > ends[:, None], stuck, token_positions)
 
 
 def _restarted(token_positions: np.ndarray) -> np.ndarray:
