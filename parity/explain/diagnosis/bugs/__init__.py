@@ -174,7 +174,7 @@ TOPICS = (
     _topic(caches.lengths, MASK, QKV, CACHE, SCORES),
     _topic(serving.ragged, MASK, QKV, CACHE, SCORES),
     _topic(serving.left_padded, MASK, CACHE),
-    _topic(serving.raised_otherwise, MASK, QKV, CACHE),
+    _topic(serving.raised_otherwise, MASK, QKV, CACHE, SCORES),
     _topic(serving.late, CACHE, SCORES, CONTEXT),
     _topic(serving.exchanged_when_read, SCORES, CONTEXT),
     _topic(serving.rotated_again, CACHE),
