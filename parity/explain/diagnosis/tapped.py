@@ -4,8 +4,9 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -75,7 +76,8 @@ class Sequences:
         first_call: `keys` and `values` of the first call: of all sequences of the batch, padding
             included, as a quantized cache computes its scales.
         quantization: quantization of the cache; None if it stores keys and values as they are.
-        with_padding: the same sequences with their padding; None if they have none.
+        with_padding: returns the same sequences with their padding, which only a wrong layer needs;
+            None if they have none.
         is_padding: the tokens that are padding, in sequences with their padding.
     """
 
@@ -87,7 +89,7 @@ class Sequences:
     caches_in_rows: dict[tuple[int, str], np.ndarray]
     first_call: dict[str, np.ndarray]
     quantization: CacheQuantization | None = None
-    with_padding: Sequences | None = None
+    with_padding: Callable[[], Sequences] | None = None
     is_padding: np.ndarray | None = None
 
     @property
@@ -538,23 +540,42 @@ def _by_padding(calls: list[TappedCall]) -> list[Sequences]:
         taken_in_rows = _taken_caches(caches_in_rows, rows, tokens, is_cross=is_cross)
         of_rows = Sequences(rows, tokens, chunks, values, taken_caches, taken_in_rows, first_call)
         if not is_real.all() and not is_cross:
-            every_token = np.arange(len(is_real))
-            padded_values = {}
-            for name, x in joined.items():
-                if not name.startswith("grad."):
-                    padded_values[name] = _taken(name, x, rows, every_token, is_cross=False)
-            padded = replace(
-                of_rows,
-                tokens=every_token,
-                chunks=tuple(lengths),
-                values=padded_values,
-                caches=_taken_caches(caches, rows, every_token, is_cross=False),
-                caches_in_rows={},
-                is_padding=~is_real,
-            )
+            padded = partial(_padded, of_rows, tuple(lengths), ~is_real, joined, caches)
             of_rows = replace(of_rows, with_padding=padded)
         sequences.append(of_rows)
     return sequences
+
+
+def _padded(
+    sequences: Sequences,
+    lengths: tuple[int, ...],
+    is_padding: np.ndarray,
+    joined: Mapping[str, np.ndarray],
+    caches: Mapping[tuple[int, str], np.ndarray],
+) -> Sequences:
+    """Return sequences with their padding.
+
+    Args:
+        sequences: these sequences without it.
+        lengths: number of tokens of each call.
+        is_padding: which of these tokens are padding.
+        joined: recorded values of all sequences, joined over the calls.
+        caches: recorded caches of all sequences.
+    """
+    rows, tokens = sequences.rows, np.arange(len(is_padding))
+    values = {}
+    for name, x in joined.items():
+        if not name.startswith("grad."):
+            values[name] = _taken(name, x, rows, tokens, is_cross=False)
+    return replace(
+        sequences,
+        tokens=tokens,
+        chunks=lengths,
+        values=values,
+        caches=_taken_caches(caches, rows, tokens, is_cross=False),
+        caches_in_rows={},
+        is_padding=is_padding,
+    )
 
 
 def _is_real(calls: list[TappedCall]) -> np.ndarray:

@@ -209,12 +209,10 @@ class _TapCheck:
         """Return the verdict on a layer that can be compared: on each group of its sequences."""
         is_causal = known.is_causal if self.is_causal is None else self.is_causal
         is_part = bool(known.path) and self.is_transformers and not known.is_at(layer.name)
-        others = other_specs(known, self.specs)
         if is_part:
             # As in BERT, the projection of the output is in another module.
             spec = before_out_proj(spec)
             weights = {name: weights[name] for name in spec.weight_shapes}
-            others = {title: before_out_proj(other) for title, other in others.items()}
         problems: list[tuple[Sequences, Problem]] = []
         rows_left_out: list[int] = []
         calls_left_out = ""
@@ -261,6 +259,9 @@ class _TapCheck:
             return replace(verdict, comparisons=compared, diagnosis=diagnosis)
         if verdict.diagnosis is None or verdict.diagnosis.is_known:
             return verdict
+        others = other_specs(known, self.specs)
+        if is_part:
+            others = {title: before_out_proj(other) for title, other in others.items()}
         edit = _edit_as_in_another(layer, problems, others)
         if edit is None:
             return verdict
@@ -379,7 +380,7 @@ def _compared_stages(
         of_prompt = prompt.problem_of_its_own(problem)
         ways += _with_and_without_mask("prompt", prompt.stages, of_prompt)
     if sequences.with_padding is not None and sequences.quantization is None:
-        ways += _ways_with_padding(sequences.with_padding, problem, layer)
+        ways += _ways_with_padding(sequences.with_padding(), problem, layer)
     return comparisons, ways
 
 
@@ -394,9 +395,8 @@ def _ways_with_padding(
         layer: the recording.
     """
     of_padded = padded.problem_of_padded(problem)
-    reference = Reference(of_padded)
     if layer.scale == 1.0 and len(padded.chunks) == 1:
-        padded = padded.unscaled(reference)
+        padded = padded.unscaled(Reference(of_padded))
     stages = padded.stages
     if len(padded.chunks) > 1:
         stages = padded.stages_by_step

@@ -16,6 +16,7 @@ from parity.explain.diagnosis.bugs.families import Families
 from parity.explain.diagnosis.bugs.record import Edit
 from parity.explain.diagnosis.fits.record import Difference
 from parity.explain.diagnosis.fits.words import NEAR, readable
+from parity.measure.core.compare import size_of
 from parity.measure.core.problem import Problem
 from parity.measure.core.stages import Stage
 from parity.measure.text import and_listed
@@ -252,17 +253,19 @@ def mixtures(difference: Difference) -> Iterator[Edit]:
     is_wrong = np.abs(mixture - np.eye(heads)).max(axis=1) > LEAST
     if not is_wrong.any() or rank != heads**2:
         return
+    mixed = (terms @ coefficients).reshape(difference.expected.shape) + bias
+    if not difference.is_explained_by(mixed):
+        return
     families = _families_of_mixture(mixture)
     if not families and not _predicts_other_tokens(difference, by_token, wanted, columns):
         return
-    if difference.is_explained_by((terms @ coefficients).reshape(difference.expected.shape) + bias):
-        yield difference.pattern(
-            "heads in output",
-            _mixture_words(mixture, np.flatnonzero(is_wrong)),
-            {"heads": mixture.tolist()},
-            heads**2,
-            families=families,
-        )
+    yield difference.pattern(
+        "heads in output",
+        _mixture_words(mixture, np.flatnonzero(is_wrong)),
+        {"heads": mixture.tolist()},
+        heads**2,
+        families=families,
+    )
 
 
 def _may_be_a_mixture(
@@ -306,11 +309,7 @@ def _predicts_other_tokens(
             return False
         others = _terms_of_mixture(by_token[1 - half :: 2], columns) @ coefficients
         predicted[1 - half :: 2] = others.reshape(-1, wanted.shape[1])
-    return _size(predicted - wanted) <= UNPREDICTED * _size(difference.errors)
-
-
-def _size(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(x**2)))
+    return size_of(predicted - wanted) <= UNPREDICTED * size_of(difference.errors)
 
 
 def _terms_of_mixture(by_token: np.ndarray, columns: list[np.ndarray]) -> np.ndarray:
