@@ -41,6 +41,16 @@ def verdict_on(model, tokens=TOKENS, **inputs):
     return parity.check_tap(tapped, specs, weights)
 
 
+def verdict_without_head(model, attentions):
+    """Tap a step of a model that returns hidden states, and compare its layers."""
+    weights = {}
+    for index, attention in enumerate(attentions):
+        _, weights[index] = parity.from_transformers(attention, model.config, index)
+    with parity.tap(model) as tapped:
+        model(TOKENS).last_hidden_state.square().sum().backward()
+    return parity.check_tap(tapped, parity.specs_of(model.config.to_dict()), weights)
+
+
 def in_layer_1(monkeypatch, attention):
     """Replace the attention function of layer 1."""
     original = modeling_qwen3.eager_attention_forward
@@ -135,12 +145,7 @@ def test_bert_gradients_end_at_the_context():
         attention_probs_dropout_prob=0.0,
     )
     model = transformers.BertModel(config).eval()
-    weights = {}
-    for index, layer in enumerate(model.encoder.layer):
-        _, weights[index] = parity.from_transformers(layer.attention, config, index)
-    with parity.tap(model) as tapped:
-        model(TOKENS).last_hidden_state.square().sum().backward()
-    verdict = parity.check_tap(tapped, parity.specs_of(config.to_dict()), weights)
+    verdict = verdict_without_head(model, [layer.attention for layer in model.encoder.layer])
     assert verdict.passed, str(verdict)
     assert "grad.context" in {comparison.stage for comparison in verdict.layers[1].comparisons}
 
@@ -149,12 +154,7 @@ def test_bloom_gradients_lack_the_residual():
     """A right training step of BLOOM agrees: its layers add a residual, which gets no gradient."""
     config = transformers.BloomConfig(vocab_size=16, hidden_size=16, n_head=2, n_layer=2)
     model = transformers.BloomModel(config).eval()
-    weights = {}
-    for index, layer in enumerate(model.h):
-        _, weights[index] = parity.from_transformers(layer.self_attention, config, index)
-    with parity.tap(model) as tapped:
-        model(TOKENS).last_hidden_state.square().sum().backward()
-    verdict = parity.check_tap(tapped, parity.specs_of(config.to_dict()), weights)
+    verdict = verdict_without_head(model, [layer.self_attention for layer in model.h])
     assert verdict.passed, str(verdict)
     assert "grad.query" in {comparison.stage for comparison in verdict.layers[1].comparisons}
 
