@@ -19,6 +19,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from parity.explain.writing.evaluate import FUNCTIONS, value_of
@@ -99,7 +100,7 @@ def resolved(part: str, known: Mapping[str, Any], decided: set[Decision]) -> str
 def _repeated(text: str, find_edits: Callable[..., Iterator[SourceEdit]], *arguments: Any) -> str:
     """Return a text with the edits of a step, repeated until the step finds no more."""
     while True:
-        edits = list(find_edits(_Source(text), *arguments))
+        edits = list(find_edits(_parsed(text), *arguments))
         if not edits:
             return text
         text = _edited(text, edits)
@@ -174,6 +175,14 @@ class _Source:
         return SourceEdit(self.begin(element), self.end(element))
 
 
+@lru_cache(maxsize=128)
+def _parsed(text: str) -> _Source:
+    """Return a text with its syntax tree. The last text of a step is the first of the next, and
+    most parts of a template are the same in every layer.
+    """
+    return _Source(text)
+
+
 def _first_line(statement: ast.stmt) -> int:
     decorators = getattr(statement, "decorator_list", [])
     if decorators:
@@ -215,7 +224,7 @@ class _Branches:
     """A template whose known branches are resolved."""
 
     def __init__(self, text: str, known: dict[str, Any], decided: set[Decision]) -> None:
-        self.source = _Source(text)
+        self.source = _parsed(text)
         self.known = known
         self.decided = decided
 
