@@ -684,9 +684,11 @@ class _Question:
         trial = self.trial
         edits = (*self.edits, *added)
         first, *others = added
-        # The budget of each edited layer is expensive; the budget of the right layer is close to
-        # it. Not so for lost precision, but a bug that explains much less than nearly all may be
-        # the loss in another part.
+        # The budget of each edited layer is expensive, and most edits are rejected without one.
+        if not self._may_fall(edits):
+            return False
+        # The budget of the right layer is close to it. Not so for lost precision, but a bug that
+        # explains much less than nearly all may be the loss in another part.
         is_noise_known = not any(edit.has_more_noise for edit in added)
         if is_noise_known and trial.deviation(self.stage, edits, quick=True).ratio > FAR_OFF:
             return False
@@ -699,6 +701,14 @@ class _Question:
             return False
         is_rounding = any(edit.is_rounding for edit in added)
         return not is_rounding or self._is_rounded_alike(edits)
+
+    def _may_fall(self, edits: Edits) -> bool:
+        """Return False if the error with edits does not fall by more than chance, see `_falls`."""
+        norm = self.before.norm
+        errors = self.trial.errors(self.stage, edits)
+        if norm not in errors:
+            return True
+        return not errors[norm] > CHANCE * self.before.error_in(norm)
 
     def _is_nearly_explained_by(self, edit: Edit) -> bool:
         return self.trial.deviation(self.stage, (*self.edits, edit)).ratio <= NEARLY

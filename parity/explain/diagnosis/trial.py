@@ -36,6 +36,7 @@ from parity.measure.core.compare import (
     Deviation,
     budget,
     deviation_of,
+    errors_in_norms,
     is_close,
     norms_of,
     size_of,
@@ -258,6 +259,7 @@ class Trial:
         self._bytes = 0
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
         self._deviations: dict[tuple[Any, ...], Deviation] = {}
+        self._errors: dict[tuple[str, Edits], dict[str, float]] = {}
 
     # ---- The right layer -------------------------------------------------------------------------
 
@@ -669,6 +671,19 @@ class Trial:
             again = recount.allowed(stage, edits, arithmetic)
             allowed = {norm: max(limit, again[norm]) for norm, limit in allowed.items()}
         return deviation_of(*compared, allowed, stage)
+
+    def errors(self, stage: str, edits: Edits) -> dict[str, float]:
+        """Return the error of an observed stage with edits in each norm that needs no budget, which
+        costs as much as the stage itself; an empty dict for a different shape.
+        """
+        key = (stage, edits)
+        if key not in self._errors:
+            expected = self.stage(stage, edits)
+            if self.observed[stage].shape != expected.shape:
+                return {}
+            spend_on(expected)
+            self._errors[key] = errors_in_norms(*self.compared(stage, expected), stage)
+        return self._errors[key]
 
     def compared(self, stage: str, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return an observed stage and its expected values without the cells that are not

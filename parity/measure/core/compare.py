@@ -320,7 +320,7 @@ def deviation_of(
     """Compare an array with the expected one, of the same shape, by the tolerance in each norm."""
     actual, expected = whole_rows(actual, stage), whole_rows(expected, stage)
     errors = errors_of(actual, expected)
-    measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
+    measured = _norms_of_errors(errors, expected)
     if "slope" in allowed:
         measured["slope"] = math.inf
         if math.isfinite(measured["max"]):
@@ -337,6 +337,17 @@ def deviation_of(
     if stage_named(stage).is_exact:
         error = float(errors.mean())
     return Deviation(error, ratios[norm], norm, measured, allowed)
+
+
+def errors_in_norms(actual: np.ndarray, expected: np.ndarray, stage: str) -> dict[str, float]:
+    """Return the root mean square and the largest error of an array, as `deviation_of` does."""
+    actual, expected = whole_rows(actual, stage), whole_rows(expected, stage)
+    return _norms_of_errors(errors_of(actual, expected), expected)
+
+
+def _norms_of_errors(errors: np.ndarray, expected: np.ndarray) -> dict[str, float]:
+    """Return norms of errors, without those where NaN is expected and observed."""
+    return norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
 
 
 def measure(
