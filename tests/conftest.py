@@ -18,6 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("NPROC", "1")  # read by XLA
 
+# No test shows what a crash of the machine leaves, and to wait for the disk takes half a minute.
+os.fsync = lambda descriptor: None
+
 pytest_plugins = ["pytester", "helpers.samples", "helpers.budget"]  # the first for tests of plugins
 
 

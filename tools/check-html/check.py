@@ -185,7 +185,9 @@ def faults_of_site(folder: Path, pages: list[str], *, screenshots: bool) -> list
     """Return the errors of pages of the site, which a local server sends."""
     handler = partial(Quiet, directory=str(SITE))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        # It looks for the end of the check that often: by default that takes half a second.
+        serve = partial(server.serve_forever, poll_interval=0.01)
+        threading.Thread(target=serve, daemon=True).start()
         site = f"http://127.0.0.1:{server.server_port}/"
         addresses = []
         for page in pages:

@@ -435,7 +435,7 @@ PARTS = {
 }
 
 
-@sample(6)
+@sample(4)
 @pytest.mark.parametrize("few_scores", [50_000, 2_000], ids=["one-kernel", "several-kernels"])
 @pytest.mark.parametrize(
     "span", [{"window_size": 20}, {"chunk_size": 64}], ids=["window", "chunks"]

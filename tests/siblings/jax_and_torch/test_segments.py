@@ -168,6 +168,7 @@ def problem(options):
     return arrays, pair, spec, hiding_options, hidden
 
 
+@sample(hiding=["window"])
 @pytest.mark.parametrize("hiding", ["joined", "window"])
 def test_jax_blocks_match_segment_mask(hiding):
     """Context and gradients of blocks in JAX match the plain path with the equivalent mask."""

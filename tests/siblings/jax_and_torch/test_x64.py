@@ -116,7 +116,7 @@ def traced_dtypes(function, *arguments):
     return {x.dtype for x in results if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-@sample(dtype=[np.float64])
+@sample(2, dtype=[np.float64])
 @both_dtypes
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_accept_wide_integers(monkeypatch, dtype, kernel):
@@ -219,7 +219,7 @@ def test_step_kernel_accepts_wide_integers(dtype, platform, window_size):
 # ---- Divided tokens ------------------------------------------------------------------------------
 
 
-@sample(4, dtype=[np.float64])
+@sample(2, dtype=[np.float64])
 @both_dtypes
 @pytest.mark.parametrize(
     ("passes_keys", "name"),

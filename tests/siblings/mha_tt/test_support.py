@@ -20,6 +20,7 @@ print(json.dumps([support.support("tt"), support.recorded("tt")]))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("the page's tool runs on a mock board of its own")
 def test_recorded_layer_support_is_current():
     """To update the record, run `.venv-tt/bin/python tools/docs-site/support.py tt`."""

@@ -53,7 +53,7 @@ PAIRS = [
 
 
 # All stages of two bugs of RoPE have the longest search.
-@sample(4, where=lambda in_prompt: in_prompt != "rope-missing")
+@sample(2, where=lambda in_prompt: in_prompt != "rope-missing")
 @pytest.mark.costly("searches for two bugs, each in some calls")
 @pytest.mark.parametrize("has_stages", [True, False])
 @pytest.mark.parametrize(("in_prompt", "in_steps"), PAIRS)

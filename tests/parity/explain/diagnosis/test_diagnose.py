@@ -174,7 +174,7 @@ float16 are found in the same way.
 """
 
 
-@sample(56, where=lambda case, name: (case, name) in {*ONE_A_CODE, *NEAREST} - SLOW)
+@sample(44, where=lambda case, name: (case, name) in {*ONE_A_CODE, *NEAREST} - SLOW)
 @pytest.mark.parametrize(("case", "name"), ALL)
 def test_each_bug_is_distinguished(case, name):
     """Each form of a bug is the only one named, or the nearest one for those in `NEAREST`."""
@@ -219,7 +219,7 @@ IN_CASES = [
 ]
 
 
-@sample(16, in_all=[False])
+@sample(12, in_all=[False])
 @pytest.mark.parametrize(("case", "in_all"), IN_CASES)
 def test_bug_shows_first_at_its_stages(case, in_all):
     """Each bug first shows at one of its stages, and explains all stages except in `ROUNDED`."""

@@ -172,6 +172,7 @@ def test_scales_without_minima_in_16_bits():
     assert "but not its minima" in finding.about
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("a search that explains nothing tries everything")
 def test_free_mixture_is_not_a_finding():
     """Halved keys and values in bfloat16 are no mixture of heads: its free numbers explain only the
@@ -190,6 +191,7 @@ def test_free_mixture_is_not_a_finding():
     assert "uses other heads" not in str(diagnosis)
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("a search that explains nothing tries everything")
 def test_bugs_that_cancel_are_not_a_finding():
     """Scales of a transposed layout are not scales that are missing both when keys are stored and

@@ -78,6 +78,7 @@ def test_message_has_one_ratio(far):
     assert ratio == pytest.approx(whole.ratio, rel=0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("two diagnoses of a layer of 600 tokens")
 def test_output_note_is_of_whole_output(far):
     """A difference has the note that the output agrees only if the whole output does."""

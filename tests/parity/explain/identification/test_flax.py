@@ -300,6 +300,7 @@ def test_bfloat16_attention_is_rejected():
     assert "bfloat16" in layer.reason
 
 
+@sample(1)
 @pytest.mark.parametrize("shape", [(1, 16), (2, 7)])
 def test_too_few_tokens_are_rejected(shape):
     """One sequence of 16 tokens, or two of 7, are too few to identify a layer."""

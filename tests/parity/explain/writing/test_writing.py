@@ -203,6 +203,7 @@ def steps_of(
 
 
 @pytest.mark.costly("JAX compiles a written layer")
+@sample(3)
 @pytest.mark.parametrize(
     ("framework", "name"),
     [

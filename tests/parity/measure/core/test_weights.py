@@ -409,7 +409,7 @@ def test_truncated_file_raises(tmp_path, part):
 
 
 @settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150
 )
 @given(position=st.integers(0, 10_000), byte=st.integers(0, 255))
 def test_damaged_header_raises_or_loads(tmp_path, position, byte):

@@ -647,7 +647,11 @@ print(peak() - before, (folder / "b.safetensors").stat().st_size)
             marks=pytest.mark.thorough,
         ),
         pytest.param(
-            "qkv_proj", [1, 3072, 32, 32], 2 * 3 * 4096 * 3072, id="one-large-packed-layer"
+            "qkv_proj",
+            [1, 3072, 32, 32],
+            2 * 3 * 4096 * 3072,
+            id="one-large-packed-layer",
+            marks=pytest.mark.thorough,
         ),
     ],
 )

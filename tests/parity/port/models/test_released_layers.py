@@ -22,8 +22,6 @@ LAYERS = {
     name=[
         "norms: OLMo 2",
         "scores: Gemma 2, sliding",
-        "scores: Llama 4, chunked",
-        "projections: OLMo",
         "latents: Youtu",
     ]
 )

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from helpers.llama_folder import make_model
+from helpers.samples import sample
 
 from parity.measure.core.packages import OPTIONAL
 from parity.use.cli.main import _SignalHandlers
@@ -23,6 +24,7 @@ COMMANDS = (
 
 
 @pytest.mark.costly("the exit status of a process whose pipe is closed")
+@sample(3)
 @pytest.mark.parametrize("words", COMMANDS)
 def test_closed_pipe_is_not_an_error(tmp_path, words):
     """A command whose output pipe is closed exits with status 0, without a message about a
@@ -57,6 +59,7 @@ sys.exit(main())
 
 
 @pytest.mark.costly("a signal to a new process")
+@sample(module=["parity.use.cli.main", "click"])
 @pytest.mark.parametrize("module", ["parity.use.cli.main", "click", "parity.use.cli.doctor"])
 def test_interrupted_import_exits_130(module):
     """SIGINT during an import exits with status 130, and standard error has only the line

@@ -48,6 +48,7 @@ def is_running(pid):
 
 
 @pytest.mark.costly("cases by two processes")
+@pytest.mark.thorough  # `make parity` also runs them by two processes
 def test_report_equals_one_process():
     """Two processes produce the same report as one, with more than 150 passed stages."""
     cases = [CASES[name] for name in ("textbook", "decode", "nan-visible-causal")]
@@ -181,7 +182,8 @@ def run_with(tmp_path, *options):
 
 
 @pytest.mark.costly("cases in another interpreter")
-def test_other_python_has_same_results(tmp_path):  # `make parity` runs one, with --jobs 2
+@pytest.mark.thorough  # `make parity` runs one, with --jobs 2
+def test_other_python_has_same_results(tmp_path):
     """A backend in a different Python has the same results as here, and runs once."""
     here = run_with(tmp_path, "--backends", "torch", *CASES_ELSEWHERE)
     options = ["--python", f"torch={sys.executable}", "--backends", "torch"]
