@@ -584,7 +584,7 @@ def test_settings_include_device(sides, framework):
     assert json.dumps(sides[framework].settings())
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_imports_and_conversion_have_rows():
     """Imports and conversion have rows with their best contender; an import also has the
     extra time, a conversion a limit.

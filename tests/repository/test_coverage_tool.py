@@ -20,7 +20,7 @@ def tool():
 
 
 @pytest.mark.costly("the tool starts processes")
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_sweep_records_layers_and_resumes(tool, tmp_path, capsys):
     """The sweep writes a verdict for each layer of three model types; a second run prints the
     same and adds no row.

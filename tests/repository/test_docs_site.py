@@ -397,7 +397,7 @@ def test_measured_support_matches_known(name):
     assert measured == {key: recorded[key] for key in measured}
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", KNOWN)
 def test_recorded_layer_support_is_current(name):
     """On failure, `python tools/docs-site/support.py NAME` updates the records.

@@ -46,14 +46,12 @@ def outputs_of(stages):
 PAIRS = [
     ("scale-missing", "scale-by-d-model"),
     ("causal-off-by-one", "window-one-too-wide"),
-    ("rope-missing", "rope-reversed"),
     ("q-heads-reversed", "q-heads-rolled"),
     ("window-ignored", "causal-off-by-one"),
 ]
 
 
-# All stages of two bugs of RoPE have the longest search.
-@sample(2, where=lambda in_prompt: in_prompt != "rope-missing")
+@sample(2)
 @pytest.mark.costly("searches for two bugs, each in some calls")
 @pytest.mark.parametrize("has_stages", [True, False])
 @pytest.mark.parametrize(("in_prompt", "in_steps"), PAIRS)
@@ -61,6 +59,18 @@ def test_two_bugs_of_a_stage_by_calls(in_prompt, in_steps, has_stages):
     """Each of two bugs is named for the calls that it explains, and for no others, from all stages
     and from the outputs alone.
     """
+    check_two_bugs(in_prompt, in_steps, has_stages)
+
+
+@pytest.mark.nightly  # the longest search
+@pytest.mark.parametrize("has_stages", [True, False])
+def test_two_bugs_of_rope_by_calls(has_stages):
+    """Two bugs of RoPE are named for the calls that each explains."""
+    check_two_bugs("rope-missing", "rope-reversed", has_stages)
+
+
+def check_two_bugs(in_prompt, in_steps, has_stages):
+    """The bug of the prompt is named for the first call, and the bug of the steps for the rest."""
     stages = stages_with(in_prompt, in_steps)
     if not has_stages:
         stages = outputs_of(stages)
@@ -88,19 +98,31 @@ def test_bug_of_a_single_call_is_named(name, has_stages):
     assert (finding.bugs, finding.edits[0].when) == ((name,), "in call 2 alone")
 
 
-@sample(has_stages=[True])
-@pytest.mark.parametrize("has_stages", [True, False])
-def test_unknown_steps_limit_a_bug(has_stages):
-    """If no known bug explains the steps, the bug of the prompt is named for the first call."""
+def stages_of_unknown_steps():
+    """Return stages whose prompt has a known bug, and whose steps have an unknown one."""
     stages = stages_with("scale-missing", "softmax-over-heads")
     noise = np.random.default_rng(0).standard_normal((2, 1, 32)).astype(np.float32)
     for call in range(1, 3):
         stages[f"step{call}.output"] = stages[f"step{call}.output"] * noise
-    if not has_stages:
-        stages = outputs_of(stages)
+    return stages
+
+
+def check_limit(stages):
+    """The bug of the prompt is named for the first call alone."""
     first, *others = diagnose(stages, PROBLEM).findings
     assert (first.bugs, first.edits[0].when) == (("scale-missing",), "in the first call")
     assert others
+
+
+def test_unknown_steps_limit_a_bug():
+    """If no known bug explains the steps, the bug of the prompt is named for the first call."""
+    check_limit(stages_of_unknown_steps())
+
+
+@pytest.mark.nightly  # outputs alone have the longest search
+def test_unknown_steps_limit_output_bug():
+    """The same from the outputs alone."""
+    check_limit(outputs_of(stages_of_unknown_steps()))
 
 
 @pytest.mark.parametrize("has_stages", [True, False])

@@ -294,7 +294,7 @@ def test_scales_of_another_layer_are_fitted(quantization, when_read):
     assert {"step0.cache.keys", "step1.cache.keys", "step2.cache.keys"} <= set(finding.stages)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.costly("no known bug explains it, so that the search tries all")
 def test_grids_are_alike_in_bfloat16():
     """In bfloat16, scales of another layer do not have the name of a different group."""
