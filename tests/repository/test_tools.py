@@ -445,7 +445,7 @@ STARTS = """
 import subprocess
 import sys
 
-from package import other
+from package.inner import other
 
 
 def test_of_a_process():
@@ -460,27 +460,40 @@ def test_of_its_own_process():
 @pytest.mark.costly("the tool starts pytest")
 @pytest.mark.thorough
 def test_map_has_tests_of_each_mutant(mutants, tmp_path, monkeypatch):
-    """The map has, for each mutant, the tests whose process or subprocess reaches its statement."""
+    """The map has, for each mutant, the tests whose process or subprocess reaches its statement; for
+    a template, which none imports, tests of the nearest folder.
+    """
     source = "def f(a):\n    if a < 2:\n        return 1\n    return 2\n"
     package = tmp_path / "package"
-    package.mkdir()
+    templates = package / "inner" / "templates"
+    templates.mkdir(parents=True)
     (package / "m.py").write_text(source)
-    (package / "other.py").write_text("def g():\n    return 1\n")
+    (package / "inner" / "other.py").write_text("def g():\n    return 1\n")
+    (templates / "t.py").write_text("def t():\n    return 1\n")
     (tmp_path / "test_starts.py").write_text(STARTS)
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     monkeypatch.setattr(mutants, "BUILD", tmp_path / "build")
     # pytest loads the modules of its plugins in its own way, as it does parity's.
-    options = ("--rootdir", ".", "-p", "no:cacheprovider", "-p", "package.other")
+    options = ("--rootdir", ".", "-p", "no:cacheprovider", "-p", "package.inner.other")
     command = (sys.executable, "-m", "pytest", *options)
     suite = mutants.Suite("main", command, ("test_starts.py",), ("package",))
-    made = [*mutants.mutants_of("package/m.py"), *mutants.mutants_of("package/other.py")]
+    made = [
+        *mutants.mutants_of("package/m.py"),
+        *mutants.mutants_of("package/inner/other.py"),
+        *mutants.mutants_of("package/inner/templates/t.py"),
+    ]
     mutants.make_map(suite, "short", made)
     by_mutant = mutants.Map(suite)
     process, own = "test_starts.py::test_of_a_process", "test_starts.py::test_of_its_own_process"
     # Other tests of the file may depend on the result of a process.
     of_process = {("package/m.py", line): {process, own} for line in (2, 4)}
     # No test reaches line 3: those that reach other lines of its folder are near.
-    expected = {**of_process, ("package/m.py", 3): {process, own}, ("package/other.py", 2): {own}}
+    expected = {
+        **of_process,
+        ("package/m.py", 3): {process, own},
+        ("package/inner/other.py", 2): {own},
+        ("package/inner/templates/t.py", 2): {own},
+    }
     tests = {(mutant.path, mutant.line): {*by_mutant.tests_of(mutant)} for mutant in made}
     assert tests == expected
 
