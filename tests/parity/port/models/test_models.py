@@ -786,12 +786,13 @@ def test_hunyuan_alpha_changes_rope_base():
     without = specs_of({**former, "rope_scaling": None})[0].spec
     assert without is not None
     assert without.rope == Rope()
-    for wrong, why in (
-        ({"type": "yarn"}, rejects("layer 0")),
-        ({"gamma": 2}, rejects("every key about attention", "rope_scaling.gamma=2")),
+    for wrong, why, got in (
+        ({"type": "yarn"}, rejects("layer 0"), "got 'yarn'"),
+        ({"gamma": 2}, rejects("every key about attention"), "rope_scaling.gamma=2"),
     ):
         with why:
             specs_of({**former, "rope_scaling": {**rope, **wrong}})
+        assert got in str(why.value)
     with rejects("layer 0"):
         specs_of({**former, "attention_head_dim": 64})
 
