@@ -404,6 +404,14 @@ def test_ambiguous_projection_raises():
         inject("q_proj-transposed", layer, torch.zeros(BATCH, TOKENS, WIDTH))
 
 
+def test_weights_without_names_raise():
+    """Weights that are an array, and no mapping of arrays by name, raise `Unfit`."""
+    view = replace(VIEW, order=("x", "weights"), roles={**VIEW.roles, "weights": "weights"})
+    call = Call(view, (torch.zeros(1, 2, WIDTH), torch.zeros(4, WIDTH, WIDTH)), {})
+    with pytest.raises(Unfit, match="not a mapping of arrays by name, but Tensor"):
+        carrier_of(call)
+
+
 def out_proj_in(module):
     carrier = carrier_of(Call(VIEW, (torch.zeros(1, 2, WIDTH),), {}, module))
     return carrier.leaves[named_in(carrier).paths[OUT_WEIGHT]]

@@ -127,6 +127,7 @@ FORMS = (
     *(
         "rope-linear",
         "rope-llama3",
+        "rope-dynamic",
         "rope-longrope",
         "rope-partial",
         "rope-proportional",
