@@ -946,9 +946,9 @@ def with_rope(rope=ROPE, **fields):
         (with_rope(scaling=LinearScaling(4.0)), "q", "RoPE's positions are divided by 4"),
         (with_rope(scaling=LinearScaling(0.5)), "k", "RoPE's positions are multiplied by 2"),
         (
-            with_rope(rotary_dim=8),
+            with_rope(rotary_dim=12),
             "q",
-            "the number of features that RoPE rotates is 8 instead of 16",
+            "the number of features that RoPE rotates is 12 instead of 16",
         ),
         (replace(SPEC, scale=0.3), "scores", "the scale of the scores is 0.3 instead of 0.25"),
         (replace(SPEC, soft_cap=2.5), "scores", "the soft cap is 2.5 instead of none"),
