@@ -445,10 +445,11 @@ def test_torch_checkpoint_is_flattened(tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reads_msgpack_of_flax(tmp_path, dtype):
-    """msgpack files of Flax are read bit for bit."""
+    """msgpack files of Flax are read bit for bit, also without a suffix."""
     tensors = some_tensors(dtype)
-    (tmp_path / "w.msgpack").write_bytes(flax.serialization.msgpack_serialize(nested(tensors)))
-    assert same_tensors(read_tensors(tmp_path / "w.msgpack"), tensors)
+    for name in ("w.msgpack", "checkpoint"):
+        (tmp_path / name).write_bytes(flax.serialization.msgpack_serialize(nested(tensors)))
+        assert same_tensors(read_tensors(tmp_path / name), tensors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
