@@ -323,6 +323,16 @@ def test_exchanged_axes_of_a_square_batch():
     assert finding.stages == ("attn_weights", "context")
 
 
+def test_lost_causality_hides_empty_slots():
+    """A layer with a cache that hides nothing but empty slots has lost its causal mask."""
+    case = CASES["decode"]
+    problem = make_problem(case, "float32")
+    mask = np.zeros(observed_in(problem)["step0.mask"].shape, bool)
+    mask[..., case.chunks[0] :] = True
+    (finding,) = diagnose({"step0.mask": mask}, problem).named
+    assert finding.bugs == ("causal-ignored",)
+
+
 # ---- Two and more --------------------------------------------------------------------------------
 
 
