@@ -281,7 +281,7 @@ def of_heads(array, order):
 
 
 def test_query_heads_are_reversed():
-    """Reversed query heads equal weights and biases reversed by hand."""
+    """Reversed query heads, at least two, equal weights and biases reversed by hand."""
     layer, x = layer_and_input()
     q = layer.q_proj
     expected = changed(
@@ -289,6 +289,14 @@ def test_query_heads_are_reversed():
         q_proj__weight=of_heads(q.weight, [3, 2, 1, 0]),
         q_proj__bias=of_heads(q.bias, [3, 2, 1, 0]),
     )
+    torch.testing.assert_close(inject("q-heads-reversed", layer, x), expected(x))
+    layer.num_heads = 2
+    expected = changed(
+        layer,
+        q_proj__weight=of_heads(q.weight, [2, 3, 0, 1]),
+        q_proj__bias=of_heads(q.bias, [2, 3, 0, 1]),
+    )
+    expected.num_heads = 2
     torch.testing.assert_close(inject("q-heads-reversed", layer, x), expected(x))
 
 
