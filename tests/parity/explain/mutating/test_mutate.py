@@ -246,12 +246,16 @@ def test_padding_bugs_change_hidden_tokens(name, wrong):
     view = View("torch", "BTE", ("x", "lengths"), roles={"query": "x", "lengths": "lengths"})
     actual = with_bug(
         name,
-        torch.zeros(2, 5, 4),
-        torch.tensor([3, 5]),
+        torch.zeros(3, 5, 4),
+        torch.tensor([3, 5, 0]),
         view=view,
         function=lambda x, lengths: lengths,
     )
-    assert (None if actual is None else actual.tolist()) == wrong  # lengths have no side
+    if wrong is None:  # lengths have no side
+        assert actual is None
+    else:
+        assert actual.tolist()[:2] == wrong
+        assert actual.min() >= 0
 
 
 ROPE = {
