@@ -488,6 +488,11 @@ def test_large_arrays_are_split_as_in_flax(tmp_path, monkeypatch):
     assert same_tensors(read_tensors(tmp_path / "ours.msgpack"), tensors)
     loaded = flax.serialization.msgpack_restore((tmp_path / "ours.msgpack").read_bytes())
     assert same_array(loaded["a"]["b"], tensors["a.b"])
+    chunks_of_flax, chunks_of_ours = (
+        msgpack.unpackb((tmp_path / name).read_bytes())["a"]["b"]["chunks"]
+        for name in ("flax.msgpack", "ours.msgpack")
+    )
+    assert chunks_of_ours.keys() == chunks_of_flax.keys()
 
 
 def test_other_msgpack_values_are_listed(tmp_path):
