@@ -141,7 +141,7 @@ def test_each_form_of_low_products_is_named(form):
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", [form.name])
 
 
-def test_products_of_scaled_queries_are_named():
+def test_products_of_scaled_queries_named():
     """Scores of queries that are scaled first, with keys and products in bfloat16, have the words
     of this order.
     """

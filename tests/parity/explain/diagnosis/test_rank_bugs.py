@@ -109,7 +109,7 @@ def test_norm_over_rank_width_is_named():
 
 
 def test_first_equal_explanation_is_printed():
-    """Of other bugs that explain all ranks, the text has the first, and `verbose` has all."""
+    """The text has the first of other bugs that explain all ranks; with `verbose`, all of them."""
     finding = Finding("output", others=("second", "third"))
     diagnosis = RankDiagnosis({}, [finding])
     assert [text for _, text in diagnosis.lines() if text.startswith("  or ")] == [

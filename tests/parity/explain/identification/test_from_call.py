@@ -225,12 +225,12 @@ REJECTED: dict[str, tuple[Any, Any, str]] = {
     "mask-of-a-prefix": (
         plus,
         numbers_of(LATER & ((POSITIONS[:, None] > 4) | (POSITIONS > 4))),
-        "the mask must be causal, a window or chunks",
+        "got a different pattern",
     ),
     "any-bias": (
         plus,
         torch.randn(HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2)),
-        "values added to scores must be a mask",
+        "got values up to 3.7",
     ),
     "angles-of-other-positions": (
         with_angles,
@@ -245,19 +245,19 @@ REJECTED: dict[str, tuple[Any, Any, str]] = {
     "values-scaled": (
         lambda q, k, v, factor: scored(q, k, factor * v),
         0.5,
-        "v must be made of features that a projection or a norm returns",
+        "got v of (2, 4, 24, 8)",
     ),
     "context-scaled": (
         lambda q, k, v, factor: factor * scored(q, k, v),
         0.5,
-        "output must be a projection of the context",
+        "got something else",
     ),
     "segments-and-a-key": (
         lambda q, k, v, ends: scored(
             q, k, v, (segments_of(ends)[:, None] != segments_of(ends)) & (POSITIONS != 0)
         ),
         ENDS,
-        "the mask must be causal, a window or chunks",
+        "got a different pattern",
     ),
 }
 """The function of a layer, its argument, and a part of the reason."""
