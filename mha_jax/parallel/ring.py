@@ -109,7 +109,7 @@ def attend_to_visitors(
     is_cached = mask.q_offset is not None
 
     def group(x: Array) -> Array:
-        if x.shape[1] == 1 != query.shape[1]:
+        if x.shape[1] == 1:
             heads = (1, 1)
         else:
             heads = (num_kv_heads, x.shape[1] // num_kv_heads)

@@ -265,6 +265,9 @@ def test_ideal_collectives_by_mesh():
     assert excuse_of(SHARED, plan, "gradient").startswith("devices share key/value heads")
     assert not excuse_of(SHARED, MeshPlan(tensor=2), "gradient")
     assert not excuse_of(SHARED, plan, "blocks.forward")
+    assert not excuse_of(FULL, MeshPlan(sequence=4), "fused.forward")
+    excuse_of_weights = excuse_of(FULL, MeshPlan(sequence=4), "forward")
+    assert excuse_of_weights.startswith("attention weights are rows over all keys")
     astride = replace(
         FULL, spec=AttentionSpec(48, 6, num_kv_heads=3)
     )  # a device has one group and half of another

@@ -942,14 +942,23 @@ def test_cached_function_has_one_width(sibling):
 @pytest.mark.parametrize("weights", [None, [1]], ids=["None", "list"])
 @every_function
 def test_function_requires_a_mapping(sibling, function, weights):
-    """Weights other than a mapping raise an error in every function."""
+    """Weights other than a mapping, and in a mapping anything but arrays, raise an error in every
+    function.
+    """
     function, keywords = FUNCTIONS[function]
+    keywords = {**keywords, "spec": LAYER_SPEC}
+    assert_error(sibling, function, (), {**keywords, "weights": weights}, rejects_type("weights"))
+
+    def with_list(sibling):
+        weights = {name: x.as_weight(sibling, name) for name, x in WEIGHTS.items()}
+        return sibling.container({**weights, "k_proj.bias": [1.0]})
+
     assert_error(
         sibling,
         function,
         (),
-        {**keywords, "weights": weights, "spec": LAYER_SPEC},
-        rejects_type("weights"),
+        {**keywords, "weights": with_list},
+        rejects_type("k_proj.bias", "list"),
     )
 
 

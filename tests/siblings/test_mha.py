@@ -155,7 +155,9 @@ def test_relative_bias_is_a_row_of_a_table(sibling, dtype):
 
 
 def test_grid_bias_is_a_row_of_a_table(sibling):
-    """A grid bias is the row of the table that belongs to the positions of both tokens."""
+    """A grid bias is the row of the table that belongs to the positions of both tokens; more tokens
+    than the grid has raise an error.
+    """
     zeros, record = sibling.array(full((2, 2, 2, 4), 0.0)), GridBias(1, 2, class_token=True)
     scores, spec = sibling.package.attention_scores, AttentionSpec(8, 2, relative_bias=record)
     # Rows of 1 after, 0, 1 before; the class token as query, as key, as both.
@@ -168,6 +170,11 @@ def test_grid_bias_is_a_row_of_a_table(sibling):
     offsets = sibling.option(np.array([1, 0], np.int32))
     later = sibling.numpy(scores(zeros, zeros, None, spec, offsets, {"relative_bias": rows}))
     assert later == pytest.approx(np.stack([table[[[4, 1], [4, 2]]].transpose(2, 0, 1), expected]))
+    x = sibling.array(full((1, 2, 4, 4), 0.0))
+    with rejects("tokens", {"(T, S)": (4, 4)}):
+        sibling.package.scaled_dot_product_attention(
+            x, x, x, spec=spec, learned={"relative_bias": rows}
+        )
 
 
 def test_relative_products_use_a_distance(sibling):

@@ -916,6 +916,13 @@ def test_yarn_ramp_ends_at_the_features():
     assert scaling.ramp(10000.0, 8) == (0, 7)
 
 
+def test_llama3_scaling_of_a_large_theta():
+    """A scaling of Llama 3 accepts a theta of 1e20, whose frequencies float32 can represent."""
+    rope = Rope(1e20, scaling=Llama3Scaling(4.0, 64))
+    AttentionSpec(16, 2, rope=rope)
+    assert rope.frequencies(8).max() == 1.0
+
+
 def test_rope_repr_shows_theta_and_fields():
     """The repr of RoPE shows its base and fields that differ from their defaults."""
     assert repr(Rope(500)) == "Rope(theta=500.0)"

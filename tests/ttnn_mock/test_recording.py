@@ -106,12 +106,12 @@ def test_program_that_ends_early_is_reported(device, recorded_program):
 
 def test_recording_round_trips_through_file(tmp_path, recorded_program):
     """A saved recording is loaded with the same lines, sums, arrays and origin."""
-    made = replace(recorded_program, made_on="a simulated board")
+    made = replace(recorded_program, sums=[(1.5, 2.0), (-3.0, 4.0)], made_on="a simulated board")
     made.save(tmp_path / "a.npz")
     loaded = Recording.load(tmp_path / "a.npz")
     assert (loaded.lines, loaded.sums, loaded.made_on) == (
         recorded_program.lines,
-        recorded_program.sums,
+        [(1.5, 2.0), (-3.0, 4.0)],
         "a simulated board",
     )
     assert all(

@@ -99,7 +99,7 @@ def attend_by_block(
     num_kv_heads = key.shape[1]
 
     def group(x: Array) -> Array:
-        if x.shape[1] == 1 != query.shape[1]:
+        if x.shape[1] == 1:
             heads = (1, 1)
         else:
             heads = (num_kv_heads, x.shape[1] // num_kv_heads)

@@ -18,6 +18,7 @@ import mha_tt
 import parity
 from mha_spec import RelativeBias
 from mha_tt import device as devices
+from mha_tt import plain as plain_layer
 from mha_tt.device import with_bfloat16_sums
 from mha_tt.kernels.fused import may_zero_rows
 from mha_tt.layout import round_up
@@ -181,14 +182,13 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", ACCURATE)
 def test_accurate_config_per_architecture(name):
-    """Accurate arithmetic is HiFi3 on Wormhole and HiFi4 on Blackhole, with float32 sums and no
-    approximations.
+    """Accurate arithmetic, also of the plain layer, is HiFi3 on Wormhole and HiFi4 on Blackhole,
+    with float32 sums and no approximations.
     """
     architecture, words = ACCURATE[name]
-    assert (
-        mha_tt.describe_config(mha_tt.accurate_config(SimpleNamespace(arch=lambda: architecture)))
-        == words
-    )
+    device = SimpleNamespace(arch=lambda: architecture)
+    for accurate_config in (mha_tt.accurate_config, plain_layer.accurate_config):
+        assert mha_tt.describe_config(accurate_config(device)) == words
 
 
 @pytest.mark.parametrize("name", ACCURATE)

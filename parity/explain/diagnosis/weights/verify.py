@@ -82,7 +82,7 @@ def probe(
         if is_floating(array.dtype):
             dtypes.append(array.dtype.name)
     dtype = min(dtypes, key=NARROW_FIRST.index)
-    case = probe_case("verify", spec)
+    case = _probe_case(spec)
     return make_problem(case, dtype, weights), make_problem(case, dtype, other)
 
 
@@ -129,15 +129,15 @@ def _advice_on_rope(rope: Rope | None) -> str:
     return f"; {option} sets it for the other"
 
 
-def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:
+def _probe_case(spec: AttentionSpec) -> Case:
     """Return a case of a few tokens: causal self-attention, or cross-attention if keys have a
     different width.
     """
     is_cross = spec.d_kv != spec.d_in
-    if is_causal is None:
-        is_causal = not is_cross
     # Few tokens are fast. Their numbers are arbitrary; they differ, so that swapped axes show.
     seq_len_k = None
     if is_cross:
         seq_len_k = 23
-    return Case(name, spec, "probe inputs", seq_len=19, seq_len_k=seq_len_k, is_causal=is_causal)
+    return Case(
+        "verify", spec, "probe inputs", seq_len=19, seq_len_k=seq_len_k, is_causal=not is_cross
+    )

@@ -98,6 +98,20 @@ def test_bug_of_a_single_call_is_named(name, has_stages):
     assert (finding.bugs, finding.edits[0].when) == ((name,), "in call 2 alone")
 
 
+def test_bug_after_the_prompt_is_named():
+    """A bug that would change what the prompt caches is named for the later calls alone, from the
+    outputs.
+    """
+    wrong = replace(bug("v-heads-reversed"), calls=frozenset([1, 2]))
+    trial = Trial(PROBLEM, {}, "ieee")
+    stages = {}
+    for index in range(len(trial.steps)):
+        stages |= trial.computed(index, (wrong,))
+    (finding,) = diagnose(outputs_of(stages), PROBLEM).findings
+    assert finding.bugs == ("v-heads-reversed",)
+    assert finding.edits[0].when == "in calls after the first"
+
+
 def stages_of_unknown_steps():
     """Return stages whose prompt has a known bug, and whose steps have an unknown one."""
     stages = stages_with("scale-missing", "softmax-over-heads")

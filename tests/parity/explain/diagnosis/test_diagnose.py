@@ -312,6 +312,34 @@ def test_permuted_heads_show_their_order(case, stage):
     assert f"{stage}'s heads are in the order {' '.join(map(str, order))}" in str(diagnosis)
 
 
+def test_exchanged_axes_of_a_square_batch():
+    """Where tokens are as many as sequences, attention over the batch has weights of the expected
+    shape, which are named.
+    """
+    case = Case("square", AttentionSpec(32, 4), "as many tokens as sequences", batch=5, seq_len=5)
+    problem = make_problem(case, "float32")
+    observed = observed_in(problem)
+    q, k, v = (observed[name].swapaxes(0, 2) for name in "qkv")
+    scores = case.spec.score_scale * q @ k.swapaxes(2, 3)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = weights / weights.sum(axis=-1, keepdims=True)
+    context = (weights @ v).swapaxes(0, 2)
+    diagnosis = diagnose({"attn_weights": weights, "context": context}, problem)
+    (finding,) = diagnosis.named
+    assert finding.bugs == ("batch-as-tokens",)
+    assert finding.stages == ("attn_weights", "context")
+
+
+def test_lost_causality_hides_empty_slots():
+    """A layer with a cache that hides nothing but empty slots has lost its causal mask."""
+    case = CASES["decode"]
+    problem = make_problem(case, "float32")
+    mask = np.zeros(observed_in(problem)["step0.mask"].shape, bool)
+    mask[..., case.chunks[0] :] = True
+    (finding,) = diagnose({"step0.mask": mask}, problem).named
+    assert finding.bugs == ("causal-ignored",)
+
+
 # ---- Two and more --------------------------------------------------------------------------------
 
 

@@ -338,26 +338,35 @@ def test_zeros_have_a_pattern(stage, part, seed):
 
 
 @pytest.mark.parametrize(
-    ("value", "pattern", "words"),
+    ("value", "pattern", "words", "fitted"),
     [
-        (math.nan, "nan", "all values there are NaN"),
-        (-math.inf, "infinite", "all values there are -infinity"),
-        (-1e9, "constant", "all values there are -1e+09"),
+        (math.nan, "nan", "all values there are NaN", {}),
+        (-math.inf, "infinite", "all values there are -infinity", {"sign": -1.0}),
+        (-1e9, "constant", "all values there are -1e+09", {"value": -1e9}),
         (
             float(np.finfo(np.float32).min),
             "constant",
             "all values there are -3.403e+38 (the smallest float32)",
+            {"value": float(np.finfo(np.float32).min)},
         ),
         (
             float(np.finfo(np.float32).min) / 2,
             "constant",
             "all values there are -1.701e+38 (half of the smallest float32)",
+            {"value": float(np.finfo(np.float32).min) / 2},
         ),
-        (-65504.0, "constant", "all values there are -65504 (the smallest float16)"),
+        (
+            -65504.0,
+            "constant",
+            "all values there are -65504 (the smallest float16)",
+            {"value": -65504.0},
+        ),
     ],
 )
-def test_constant_has_a_pattern(value, pattern, words):
-    """A constant in hidden cells has a pattern with its number, or with NaN or infinity."""
+def test_constant_has_a_pattern(value, pattern, words, fitted):
+    """A constant in hidden cells has a pattern with its number, or with NaN or the sign of
+    infinity.
+    """
     expected, _ = drawn("scores", 0)
     hidden = hidden_and_empty()
     findings = describe(
@@ -368,6 +377,7 @@ def test_constant_has_a_pattern(value, pattern, words):
         words,
         pattern,
     )
+    assert findings.patterns[0].fitted == fitted
     json.dumps(findings.to_dict(), allow_nan=False)
 
 
@@ -936,9 +946,9 @@ def with_rope(rope=ROPE, **fields):
         (with_rope(scaling=LinearScaling(4.0)), "q", "RoPE's positions are divided by 4"),
         (with_rope(scaling=LinearScaling(0.5)), "k", "RoPE's positions are multiplied by 2"),
         (
-            with_rope(rotary_dim=8),
+            with_rope(rotary_dim=12),
             "q",
-            "the number of features that RoPE rotates is 8 instead of 16",
+            "the number of features that RoPE rotates is 12 instead of 16",
         ),
         (replace(SPEC, scale=0.3), "scores", "the scale of the scores is 0.3 instead of 0.25"),
         (replace(SPEC, soft_cap=2.5), "scores", "the soft cap is 2.5 instead of none"),

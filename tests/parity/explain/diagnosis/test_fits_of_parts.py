@@ -367,13 +367,23 @@ def test_norm_over_tokens_has_a_pattern():
 
     def over_tokens(_):
         return lambda name, x, norm: (
-            x / np.sqrt(np.mean(x * x, axis=2, keepdims=True) + np.float32(norm.eps))
+            x / np.sqrt(np.mean(x * x, axis=-2, keepdims=True) + np.float32(norm.eps))
+        )
+
+    def centered_over_tokens(_):
+        return lambda name, x, norm: over_tokens(_)(
+            name, x - np.mean(x, axis=-2, keepdims=True), norm
         )
 
     def by_sizes_of_tokens(_):
         return lambda name, x, norm: x / np.mean(np.abs(x), axis=2, keepdims=True)
 
     pattern, *_ = abouts_of(problem, run(problem, overriding(standardised=over_tokens)), "q")
+    assert pattern == "queries and keys are normalized over the tokens"
+    spec = replace(NORMED.spec, qk_norm=Norm("layer", over="width"))
+    of_width = make_problem(replace(NORMED, spec=spec), "float32")
+    observed = run(of_width, overriding(standardised=centered_over_tokens))
+    pattern, *_ = abouts_of(of_width, observed, "q")
     assert pattern == "queries and keys are normalized over the tokens"
     (pattern,) = abouts_of(problem, run(problem, overriding(standardised=by_sizes_of_tokens)), "q")
     assert pattern.startswith(

@@ -58,7 +58,9 @@ def always_slopes(slopes):
     ("slopes", "words"),
     [
         ([0.25, 0.0625, 0.015625] * 2, "the slopes of the first 3 heads, 2 times"),
+        (2.0 ** (-2.0 * np.arange(1, 7)), "2 ** (-8 n / 4), also after head 3"),
         (1.0 / np.arange(1, 7), "1 / n"),
+        (np.roll(Alibi().slopes(6), 3), "the slopes of the other half of the heads"),
         ([0.31, 0.02, 0.57, 0.11, 0.23, 0.44], "0.31, 0.02, 0.57, 0.11, 0.23, 0.44 instead of"),
     ],
 )

@@ -141,6 +141,24 @@ def test_each_form_of_low_products_is_named(form):
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", [form.name])
 
 
+def test_products_of_scaled_queries_named():
+    """Scores of queries that are scaled first, with keys and products in bfloat16, have the words
+    of this order.
+    """
+
+    def rounded(x):
+        return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    stages = exactly(SCALED)
+    q = rounded(np.float32(SCALED.spec.score_scale) * stages["q"])
+    k = rounded(stages["k"])
+    diagnosis = diagnose({"scores": rounded(q @ k.swapaxes(2, 3))}, SCALED)
+    (finding,) = diagnosis.named
+    words = "queries, after their scale, keys and their products are rounded to bfloat16"
+    assert finding.bugs == ("scores-bfloat16",)
+    assert finding.about == f"{words} in the scores"
+
+
 @pytest.mark.parametrize("gain", [1.0003, 1.003, 1.01])
 def test_output_gain_is_not_precision(gain):
     """A factor of 1.0003 to 1.01 on the output is a stray factor, not lost precision."""

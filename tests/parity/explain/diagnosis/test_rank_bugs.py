@@ -15,6 +15,8 @@ import parity
 from mha_spec import AttentionSpec, Norm, Rope
 from parity import ShardPlan
 from parity.explain.diagnosis.bugs.ranks import NAMES, rank_bugs
+from parity.explain.diagnosis.findings import Finding
+from parity.explain.diagnosis.ranks import RankDiagnosis
 
 WIDTH = AttentionSpec(32, 8, num_kv_heads=4, qk_norm=Norm(over="width"))
 
@@ -104,6 +106,16 @@ def test_norm_over_rank_width_is_named():
     diagnosis = parity.diagnose_ranks(ranks, problem, tensor=2)
     assert list(diagnosis.wrong) == [0, 1]
     assert names_in(diagnosis) == ["rank-norm-over-own-width"]
+
+
+def test_first_equal_explanation_is_printed():
+    """The text has the first of other bugs that explain all ranks; with `verbose`, all of them."""
+    finding = Finding("output", others=("second", "third"))
+    diagnosis = RankDiagnosis({}, [finding])
+    assert [text for _, text in diagnosis.lines() if text.startswith("  or ")] == [
+        "  or second: the observed stages cannot distinguish them"
+    ]
+    assert "  or third: " in "\n".join(text for _, text in diagnosis.lines(verbose=True))
 
 
 def test_token_sharded_ranks_are_right():

@@ -219,25 +219,48 @@ def test_call_argument_is_reported(name):
         assert f"from its call: {part}=argument" in str(layer)
 
 
-REJECTED: dict[str, tuple[Any, Any]] = {
-    "loop-over-segments": (in_a_loop, ENDS),
-    "loop-over-one-segment": (in_a_loop, ONE),
-    "mask-of-a-prefix": (plus, numbers_of(LATER & ((POSITIONS[:, None] > 4) | (POSITIONS > 4)))),
+REJECTED: dict[str, tuple[Any, Any, str]] = {
+    "loop-over-segments": (in_a_loop, ENDS, "got 2 softmaxes instead of one"),
+    "loop-over-one-segment": (in_a_loop, ONE, "got 2 softmaxes instead of one"),
+    "mask-of-a-prefix": (
+        plus,
+        numbers_of(LATER & ((POSITIONS[:, None] > 4) | (POSITIONS > 4))),
+        "got a different pattern",
+    ),
     "any-bias": (
         plus,
         torch.randn(HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2)),
+        "got values up to 3.7",
     ),
-    "angles-of-other-positions": (with_angles, angles_of(POSITIONS.flip(0))),
-    "angles-of-later-positions": (with_angles, angles_of(POSITIONS + 7)),
-    "values-scaled": (lambda q, k, v, factor: scored(q, k, factor * v), 0.5),
-    "context-scaled": (lambda q, k, v, factor: factor * scored(q, k, v), 0.5),
+    "angles-of-other-positions": (
+        with_angles,
+        angles_of(POSITIONS.flip(0)),
+        "got pairs that turn by other angles",
+    ),
+    "angles-of-later-positions": (
+        with_angles,
+        angles_of(POSITIONS + 7),
+        "got pairs that turn by other angles",
+    ),
+    "values-scaled": (
+        lambda q, k, v, factor: scored(q, k, factor * v),
+        0.5,
+        "got v of (2, 4, 24, 8)",
+    ),
+    "context-scaled": (
+        lambda q, k, v, factor: factor * scored(q, k, v),
+        0.5,
+        "got something else",
+    ),
     "segments-and-a-key": (
         lambda q, k, v, ends: scored(
             q, k, v, (segments_of(ends)[:, None] != segments_of(ends)) & (POSITIONS != 0)
         ),
         ENDS,
+        "got a different pattern",
     ),
 }
+"""The function of a layer, its argument, and a part of the reason."""
 
 
 class AttentionByPosition(OwnAttention):
@@ -271,12 +294,13 @@ def test_unchangeable_argument_is_unknown():
 
 @pytest.mark.parametrize("name", REJECTED)
 def test_undescribed_argument_is_rejected(name):
-    """A layer whose use of an argument no report can describe has no spec, and a reason."""
-    attend, argument = REJECTED[name]
+    """A layer whose use of an argument no report can describe has no spec, and the reason."""
+    attend, argument, reason = REJECTED[name]
     x = torch.randn(2, TOKENS, E, generator=torch.Generator().manual_seed(1))
     (layer,) = identify(Caller(attend, argument).eval(), {"x": x})
     assert layer.spec is None, str(layer)
-    assert layer.reason
+    assert layer.reason is not None
+    assert reason in layer.reason
 
 
 def test_segments_of_mha_torch_are_reported():

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from parity.explain.diagnosis.bugs import page_by_bug
-from parity.explain.mutating import inject, record
+from parity.explain.mutating import inject, pytest_plugin, record
 from parity.explain.mutating.bugs import BUGS, injections_for, names, page_of
 from parity.explain.mutating.calls import Call
 from parity.explain.mutating.compare import Unfit, same
@@ -246,12 +246,16 @@ def test_padding_bugs_change_hidden_tokens(name, wrong):
     view = View("torch", "BTE", ("x", "lengths"), roles={"query": "x", "lengths": "lengths"})
     actual = with_bug(
         name,
-        torch.zeros(2, 5, 4),
-        torch.tensor([3, 5]),
+        torch.zeros(3, 5, 4),
+        torch.tensor([3, 5, 0]),
         view=view,
         function=lambda x, lengths: lengths,
     )
-    assert (None if actual is None else actual.tolist()) == wrong  # lengths have no side
+    if wrong is None:  # lengths have no side
+        assert actual is None
+    else:
+        assert actual.tolist()[:2] == wrong
+        assert actual.min() >= 0
 
 
 ROPE = {
@@ -716,6 +720,21 @@ def test_allowed_bugs_are_recorded(injecting):
     allowed = {more for event, more in record._noted if event == "fits"}
     assert {"causal-ignored", "causal-off-by-one", "scale-missing"} <= allowed
     assert not allowed & {"mask-flipped", "causal-unasked", "kv-heads-tiled", "scale-ignored"}
+
+
+def test_session_ends_at_a_noticed_bug(injecting, monkeypatch):
+    """A failing test ends the session if the bug has changed a result, and not before."""
+    function, _ = injecting(attention, "q-heads-reversed", VIEW)
+    monkeypatch.setattr(pytest_plugin, "order", record.order)
+    monkeypatch.setattr(pytest_plugin, "_sessions", [])
+    session = types.SimpleNamespace(shouldfail=False)
+    report = types.SimpleNamespace(failed=True, nodeid="test_it")
+    pytest_plugin.pytest_sessionstart(session)
+    pytest_plugin.pytest_runtest_logreport(report)
+    assert not session.shouldfail
+    function(Q, K, V)
+    pytest_plugin.pytest_runtest_logreport(report)
+    assert session.shouldfail
 
 
 # ---- Verdicts ------------------------------------------------------------------------------------

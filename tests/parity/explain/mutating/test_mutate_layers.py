@@ -281,7 +281,7 @@ def of_heads(array, order):
 
 
 def test_query_heads_are_reversed():
-    """Reversed query heads equal weights and biases reversed by hand."""
+    """Reversed query heads, at least two, equal weights and biases reversed by hand."""
     layer, x = layer_and_input()
     q = layer.q_proj
     expected = changed(
@@ -289,6 +289,14 @@ def test_query_heads_are_reversed():
         q_proj__weight=of_heads(q.weight, [3, 2, 1, 0]),
         q_proj__bias=of_heads(q.bias, [3, 2, 1, 0]),
     )
+    torch.testing.assert_close(inject("q-heads-reversed", layer, x), expected(x))
+    layer.num_heads = 2
+    expected = changed(
+        layer,
+        q_proj__weight=of_heads(q.weight, [2, 3, 0, 1]),
+        q_proj__bias=of_heads(q.bias, [2, 3, 0, 1]),
+    )
+    expected.num_heads = 2
     torch.testing.assert_close(inject("q-heads-reversed", layer, x), expected(x))
 
 
@@ -402,6 +410,14 @@ def test_ambiguous_projection_raises():
     layer = bare(query=nn.Linear(WIDTH, WIDTH))
     with pytest.raises(Unfit, match="two of its weights may be q_proj"):
         inject("q_proj-transposed", layer, torch.zeros(BATCH, TOKENS, WIDTH))
+
+
+def test_weights_without_names_raise():
+    """Weights that are an array, and no mapping of arrays by name, raise `Unfit`."""
+    view = replace(VIEW, order=("x", "weights"), roles={**VIEW.roles, "weights": "weights"})
+    call = Call(view, (torch.zeros(1, 2, WIDTH), torch.zeros(4, WIDTH, WIDTH)), {})
+    with pytest.raises(Unfit, match="not a mapping of arrays by name, but Tensor"):
+        carrier_of(call)
 
 
 def out_proj_in(module):

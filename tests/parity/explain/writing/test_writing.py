@@ -127,6 +127,7 @@ FORMS = (
     *(
         "rope-linear",
         "rope-llama3",
+        "rope-dynamic",
         "rope-longrope",
         "rope-partial",
         "rope-proportional",
@@ -525,14 +526,18 @@ def test_template_keeps_needed_parts():
 
 
 def test_template_branches_follow_the_layer():
-    """A template specialized for a layer with a bias keeps
-    the function and the branch that need it.
+    """A template specialized for a layer with a bias keeps the function and the branch that need
+    it; a long tuple has a line for each element.
     """
     known = {"spec": {"width": 4, "depth": 3, "factor": 1.0, "bias": True}, "ABSENT": None}
     source = specialize(TEMPLATE, known, ["scaled"])
     assert "WIDTH = 4\nDEPTH = 3\n" in source
     assert "def shifted(x: float, bias: float) -> float:" in source
     assert "    x = shifted(x, bias)\n" in source
+    long = {"spec": {"numbers": tuple(range(1000, 1020))}}
+    source = specialize('def listed() -> tuple:\n    return spec["numbers"]\n', long, ["listed"])
+    assert source.startswith("def listed() -> tuple:\n    return (\n        1000,\n        1001,\n")
+    assert source.endswith("        1019,\n    )\n")
 
 
 @pytest.mark.parametrize(

@@ -445,10 +445,11 @@ def test_torch_checkpoint_is_flattened(tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reads_msgpack_of_flax(tmp_path, dtype):
-    """msgpack files of Flax are read bit for bit."""
+    """msgpack files of Flax are read bit for bit, also without a suffix."""
     tensors = some_tensors(dtype)
-    (tmp_path / "w.msgpack").write_bytes(flax.serialization.msgpack_serialize(nested(tensors)))
-    assert same_tensors(read_tensors(tmp_path / "w.msgpack"), tensors)
+    for name in ("w.msgpack", "checkpoint"):
+        (tmp_path / name).write_bytes(flax.serialization.msgpack_serialize(nested(tensors)))
+        assert same_tensors(read_tensors(tmp_path / name), tensors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -487,6 +488,11 @@ def test_large_arrays_are_split_as_in_flax(tmp_path, monkeypatch):
     assert same_tensors(read_tensors(tmp_path / "ours.msgpack"), tensors)
     loaded = flax.serialization.msgpack_restore((tmp_path / "ours.msgpack").read_bytes())
     assert same_array(loaded["a"]["b"], tensors["a.b"])
+    chunks_of_flax, chunks_of_ours = (
+        msgpack.unpackb((tmp_path / name).read_bytes())["a"]["b"]["chunks"]
+        for name in ("flax.msgpack", "ours.msgpack")
+    )
+    assert chunks_of_ours.keys() == chunks_of_flax.keys()
 
 
 def test_other_msgpack_values_are_listed(tmp_path):
