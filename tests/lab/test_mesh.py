@@ -138,6 +138,7 @@ def test_sequence_mesh_divides_tokens():
     assert count > 25 * len(OF_TOKENS)
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("a process in which JAX has more devices")
 def test_too_large_mesh_fails(capsys):
     """A mesh larger than the number of devices exits with 2 and names `--virtual-devices`."""

@@ -295,6 +295,7 @@ def test_program(x):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("starts two workers")
 def test_workers_send_their_counts(suite):
     """Without JAX, whose import in each worker would take most of the time."""

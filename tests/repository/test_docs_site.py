@@ -943,6 +943,7 @@ def test_ci_recipe_test_passes(ci_page, importable_folder):
     names["test_the_layer"](parity.assert_parity)
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("commands in a shell, as users type them")
 def test_checkpoint_commands_run(tmp_path):
     """The commands for a checkpoint run on a converted model of two layers and find both the

@@ -43,6 +43,7 @@ def port(tmp_path):
 only_posix = pytest.mark.skipif(os.name == "nt", reason="the commands need a POSIX shell")
 
 
+@pytest.mark.thorough
 @only_posix
 @pytest.mark.costly("commands of the page, as users type them")
 def test_search_names_and_fixes_bugs(port):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from helpers import ROOT
+from helpers.samples import sample
 
 # A finder that comes first and says that these packages are not installed, as Python itself would.
 BLOCKER = """
@@ -65,6 +66,7 @@ def run(*pieces):
 
 
 @pytest.mark.costly("modules that a new process imports")
+@sample(1)
 @pytest.mark.parametrize(
     ("program", "blocked"),
     [

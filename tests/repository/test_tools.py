@@ -102,6 +102,7 @@ def test_random_commands_have_no_faults(fuzz, tmp_path):
     assert list(fuzz.fuzz_commands(tmp_path, 40, seed=0)) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("the tool draws many files")
 def test_hostile_files_cause_no_harm(fuzz, tmp_path):
     """10 commands with random hostile files do no harm."""

@@ -1165,7 +1165,7 @@ def test_random_case_is_deterministic():
     assert random_case(3) != random_case(4)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_random_cases_are_valid_and_unique():
     """All random cases that `run --random` accepts are valid, with different names."""
     assert len({random_case(seed).name for seed in range(MOST_RANDOM)}) == MOST_RANDOM

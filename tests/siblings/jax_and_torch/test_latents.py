@@ -15,7 +15,7 @@ from helpers.samples import sample
 
 import mha_torch
 import parity
-from mha_spec import AttentionSpec, Latent, Rope
+from mha_spec import AttentionSpec, Latent, Rope, Temperature
 from parity.measure.core.weights import random_weights
 
 SPEC = AttentionSpec(
@@ -24,6 +24,7 @@ SPEC = AttentionSpec(
     value_head_dim=8,
     latent=Latent(32, 8, q_rank=12),
     rope=Rope(100.0, rotary_dim=8, rotated="last", pairs="interleaved"),
+    temperature=Temperature(4, scale=0.5),
 )
 PLAIN = AttentionSpec(32, 4)
 WEIGHTS = random_weights(SPEC, 3)

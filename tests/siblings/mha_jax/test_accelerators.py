@@ -495,6 +495,7 @@ def test_step_over_cache_matches_plain_path(name):
     )
 
 
+@pytest.mark.thorough
 def test_non_finite_tokens_match_plain_path():
     """Non-finite tokens in blocks and windows give the context of the plain path, all contained,
     and zeros for a sequence of padding.

@@ -531,6 +531,7 @@ class FlaxLayer(nnx.Module):
         return self.attention(x, mask=mask)
 
 
+@pytest.mark.thorough
 def test_flax_class_is_examined():
     """A class of nnx is instantiated, its width is found, and sequences stay apart."""
     examination = examine(FlaxLayer, ["mask", "other sequence"], ["float32"])

@@ -225,7 +225,7 @@ def check_first_stages(case, bugs):
         assert (left == []) is ((case, made.name) not in ROUNDED), made.about
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize("case", [case for case in CASE_OF if case in FIRST_OF.values()])
 def test_bug_shows_first_at_its_stages(case):
     """Each bug shows at its stages in the first case that shows it."""
@@ -254,8 +254,14 @@ def test_bugs_are_named_in_half_precision(name, dtype):
 
 
 @pytest.mark.costly("injects and diagnoses every bug of a case")
-@sample(case=["cross"])
-@pytest.mark.parametrize("case", ["mha", "gqa-rope-causal", "cross"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("cross", marks=pytest.mark.thorough),
+        pytest.param("mha", marks=pytest.mark.nightly),
+        pytest.param("gqa-rope-causal", marks=pytest.mark.nightly),
+    ],
+)
 def test_bug_is_named_from_output_alone(case):
     """A bug that changes the output is named from it alone, or is among the alternatives."""
     case = CASE_OF[case]
@@ -515,6 +521,7 @@ def test_path_after_unknown_bug_is_reported():
 
 
 @pytest.mark.costly("no known bug explains it, so that the search tries all")
+@sample(1)
 @pytest.mark.parametrize("wrong", ["noise", "NaN"])
 def test_new_cause_in_later_call_is_found(wrong):
     """A pattern of one call hides no stage of a later one that it does not explain."""
@@ -857,7 +864,7 @@ def test_wrong_module_output_is_a_pattern():
     assert (diagnosis.kind, diagnosis.unnamed[0].stage) == ("pattern", "module.output")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.costly("the search tries all pairs of bugs before patterns")
 def test_wrong_module_output_with_a_cache():
     """A module's output of a call with a cache that nothing explains is unknown, although edits of

@@ -359,6 +359,19 @@ def test_error_before_rope_has_a_pattern():
     )
 
 
+def test_norm_by_largest_has_a_pattern():
+    """A norm that divides by the largest feature is recognized."""
+
+    def by_largest(_):
+        return lambda name, x, norm: (
+            x / (np.max(np.abs(x), axis=-1, keepdims=True) + np.float32(norm.eps))
+        )
+
+    problem = make_problem(NORMED, "float32")
+    pattern, *_ = abouts_of(problem, run(problem, overriding(standardised=by_largest)), "q")
+    assert pattern == "queries and keys are divided by their largest feature"
+
+
 def test_norm_over_tokens_has_a_pattern():
     """A norm over tokens is recognized; by a different mean, it has a pattern before RoPE, of a
     number per token and feature.

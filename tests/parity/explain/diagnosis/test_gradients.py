@@ -79,8 +79,15 @@ def bug_named(case, name):
 
 
 @pytest.mark.costly("diagnoses every bug of the backward pass")
-@sample(where=lambda case: case is PLAIN)
-@pytest.mark.parametrize("case", [RICH, PLAIN, CAPPED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(PLAIN, marks=pytest.mark.thorough),
+        pytest.param(CAPPED, marks=pytest.mark.thorough),
+        pytest.param(RICH, marks=pytest.mark.nightly),
+    ],
+    ids=lambda case: case.name,
+)
 def test_bugs_of_backward_pass_are_named(case):
     """Each bug that changes a gradient is named from gradients alone, or listed as an
     alternative.
@@ -182,6 +189,7 @@ def gradients_of_ring(stages, stale, ranks=4):
     return {"grad.q": d_q, "grad.k": d_k, "grad.v": d_v}
 
 
+@pytest.mark.thorough
 def test_gradients_of_sequences_are_named():
     """Gradients of parameters that come from one sequence, or from some, are named with these
     sequences, in float32 and bfloat16.

@@ -69,7 +69,7 @@ def is_short_search(bug: str, cache: str, dtype: str) -> bool:
     return bug != "cache-scale-zero" or (cache, dtype) == ("int8", "float32")
 
 
-@sample(8, where=is_short_search)
+@sample(5, where=is_short_search)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cache", EVERY)
 @pytest.mark.parametrize("bug", BUGS)

@@ -511,6 +511,7 @@ class Encoder(torch.nn.Module):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("a command searches for bugs, in two ways to call a function")
 def test_command_reports_assumed_causality(tmp_path, monkeypatch, capsys):
     """The command reports that it assumes a causal function, and the result with --no-causal."""

@@ -67,7 +67,7 @@ SLOW_FROM_OUTPUT = (
 """Bugs whose search from the outputs alone takes seconds."""
 
 
-@sample(12, where=lambda name, output_only: not (output_only and name in SLOW_FROM_OUTPUT))
+@sample(10, where=lambda name, output_only: not (output_only and name in SLOW_FROM_OUTPUT))
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("output_only", [False, True])
 def test_cause_is_one_named_finding(name, output_only):
@@ -391,7 +391,7 @@ def test_rows_read_in_an_order_are_one_bug(order, first_call, output_only):
 
 
 @pytest.mark.costly("searches for bugs of outputs alone, in later calls")
-@sample(call=[1])
+@pytest.mark.thorough
 @pytest.mark.parametrize("call", [1, 2])
 def test_rows_stored_in_an_order_are_one_bug(call):
     """A cache that is reordered once, and stored so, is one finding with its order."""

@@ -65,6 +65,7 @@ def test_scaling_bug_is_named_from_any_stage(far, stages):
     assert diagnosis.stage == stages[0]
 
 
+@pytest.mark.thorough
 def test_message_has_one_ratio(far):
     """The only ratio of q in a message is the ratio of the whole stage, even after sampling."""
     observed = stages_with(far, "rope-scaling-missing", ("q", "k", "v", "output"))
@@ -118,6 +119,7 @@ def test_unknown_error_has_a_location(plain, stage):
     assert "rounding" not in str(diagnosis)
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("a search in a layer of 200 tokens")
 def test_error_over_budget_is_unknown(plain):
     """An output error of 1 to 3 times its budget is unknown: it is not rounding."""
@@ -461,7 +463,7 @@ def test_wrong_shape_at_size_fails(cut):
         parity.assert_parity(values["output"][cut], problem=problem)
 
 
-@sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "position"), [("v", 191), ("q", 191), ("scores", 7)])
 def test_convention_hides_no_wrong_token(name, position):
     """Repeated heads, flat heads and masked scores pass; one wrong token in them fails."""

@@ -56,6 +56,7 @@ def test_configured_rope_base_is_found():
     assert layer.spec.rope == OWN.replace(theta=512345.0)
 
 
+@pytest.mark.thorough
 def test_packed_pictures_are_segments():
     """Two packed pictures have the spec of one, and a tap
     records them as segments of 24 and 16 tokens.

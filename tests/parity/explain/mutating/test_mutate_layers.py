@@ -502,11 +502,10 @@ def linen_with(params, x, bug=None):
     "name",
     [
         "k-v-swapped",
-        "scale-missing",
         # Packed projections of torch are changed in the same way.
         *(
             pytest.param(name, marks=pytest.mark.thorough)
-            for name in ("q-heads-reversed", "q_proj-bias-missing")
+            for name in ("scale-missing", "q-heads-reversed", "q_proj-bias-missing")
         ),
     ],
 )

@@ -274,6 +274,7 @@ def sources() -> dict[str, str]:
 
 
 @pytest.mark.costly("writes and runs a layer for each branch of the templates")
+@sample(framework=["jax", "torch"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_cases_cover_both_branches(framework):
     """Both outcomes of each condition of a template occur in EACH_BRANCH, so that no part may be

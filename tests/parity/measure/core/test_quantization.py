@@ -80,6 +80,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("computes six caches with two roundings each")
 def test_zero_points_and_exact_tokens_agree():
     """Zero points, other groups of values and calls that attend to exact tokens agree."""

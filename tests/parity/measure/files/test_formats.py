@@ -1949,7 +1949,6 @@ def deep():
         lambda: torch_file({0: torch.ones(1), "0": torch.ones(1)}),
         lambda: torch_file({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}),
         lambda: torch_file({"a\n": torch.ones(1)}),
-        lambda: torch_file({"a": torch.ones(2).to_sparse()}),
         lambda: torch_file({"a": torch.ones(2, device="meta")}),
         lambda: torch_file({"a": torch.ones(2)}, **{"data/0": bytes(4)}),
         lambda: torch_file({"a": torch.ones(2)}, **{"data/0": bytes(12)}),
@@ -1964,6 +1963,12 @@ def test_hostile_torch_file_raises(tmp_path, data):
     """Cyclic, exponential, deep, ambiguous or inconsistent torch files raise one line."""
     (tmp_path / "w.pt").write_bytes(data())
     fails_to_open(tmp_path / "w.pt")
+
+
+def test_sparse_torch_tensor_raises(tmp_path):
+    """A sparse tensor raises an error that asks for a dense one."""
+    (tmp_path / "w.pt").write_bytes(torch_file({"a": torch.ones(2).to_sparse()}))
+    fails_to_open(tmp_path / "w.pt", "be a dense tensor")
 
 
 def test_compressed_torch_file_raises(tmp_path):
@@ -2179,7 +2184,7 @@ def damage_a_checkpoint(folder):
 
 
 @pytest.mark.costly("threads of a library that outlive the test")
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_damaged_orbax_loads_or_raises(tmp_path):
     """Each of 60 damaged Orbax checkpoints loads or raises one line; more than 10 raise."""
     # In a process of its own, because threads of the library still print errors after the test.

@@ -190,6 +190,7 @@ def test_write_whole_needs_a_file_name(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("a process that would wait for its own lock")
 def test_ranks_fill_the_current_folder(model):
     """`convert --ranks 2` to `.` fills the current folder, which remains the same folder.

@@ -141,6 +141,7 @@ for command in (written, converted, shards, traces, report):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("a process whose files have a limit")
 def test_too_large_output_is_named(layer, tmp_path):
     """Beyond a file size limit, five commands exit with 2, name the file and leave none."""

@@ -1051,6 +1051,7 @@ def test_linear_attention_layers_are_counted(capsys, tmp_path):
     assert words in out.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_unexercised_window_is_reported(gemma, capsys, tmp_path):
     """A window of 10 has a case of its own, in the first layer that has it; with `--seq-len 9` it
     is reported as not exercised, but not with `--seq-len 11`.

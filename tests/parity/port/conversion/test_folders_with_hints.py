@@ -176,6 +176,7 @@ def test_module_runs_with_its_model_mask(tmp_path):
     assert {comparison.backend for comparison in report.comparisons} == {"torch", "transformers"}
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("a model of transformers is saved and loaded")
 def test_model_without_a_module_raises(tmp_path):
     """Comparing a SigLIP text model with transformers, which cannot make it, raises an error."""

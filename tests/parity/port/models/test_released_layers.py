@@ -22,7 +22,6 @@ LAYERS = {
     name=[
         "norms: OLMo 2",
         "scores: Gemma 2, sliding",
-        "latents: Youtu",
     ]
 )
 @pytest.mark.parametrize("name", LAYERS)

@@ -234,6 +234,7 @@ def test_folder_without_rules_is_run(unruled):
     )
 
 
+@pytest.mark.thorough
 def test_folder_without_rules_is_converted(unruled, tmp_path, monkeypatch, capsys):
     """Conversion of an observed folder requires `--rest
     drop`, and its weights equal those by rules.
@@ -254,6 +255,7 @@ def test_folder_without_rules_is_converted(unruled, tmp_path, monkeypatch, capsy
     assert weights["q_proj.weight"].dtype.name == "bfloat16"
 
 
+@pytest.mark.thorough
 def test_tap_against_folder_without_rules(unruled, tmp_path):
     """`diagnose` finds a wrong scale in a recording, by a folder without rules."""
     model = transformers.AutoModel.from_pretrained(

@@ -1408,6 +1408,7 @@ def test_explanation_is_reused_in_layers(monkeypatch):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("diagnoses several layers of a recording")
 def test_different_bugs_are_kept_apart():
     """Different bugs in two layers are found at their own stages, with different causes."""
@@ -1605,6 +1606,7 @@ class Underscored(nnx.Module):
             setattr(self, f"layers_{number}", layer)
 
 
+@pytest.mark.thorough
 def test_other_nnx_library_by_layer_number(rng):
     """Layers of a different nnx library are matched by number with weights of transformers; wrong
     weights are found in layer 10, and weights without names compare nothing.

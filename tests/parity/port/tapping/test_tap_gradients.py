@@ -249,6 +249,7 @@ class LinenLayers(linen.Module):
         return x
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("a training step of JAX, operation by operation")
 def test_training_step_of_linen_is_tapped(rng):
     """A right training step of linen agrees, and a stopped gradient is named in its layer."""

@@ -1229,6 +1229,7 @@ def test_verify_rejects_third_layout_flag(source, capsys, flag):
 # ---- All commands --------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("whether output is a terminal")
 def test_output_in_a_pipe_is_plain(source, tmp_path):
     """In a pipe, the output of `convert`, which has a progress bar on a terminal, and the

@@ -109,6 +109,7 @@ def test_json_to_stdout_is_alone(capsys, path):
     assert captured.err == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("a file descriptor of a process")
 def test_json_is_written_into_pipe():
     """--json writes into a pipe, by /dev/fd/2 and by -."""

@@ -115,6 +115,7 @@ def test_exit_at_import_is_status_2(module, capsys, command):
     assert "SystemExit(0)" in line
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("starts pytest, as the command does")
 def test_mutate_reports_exit_in_tests(tmp_path, monkeypatch, capsys):
     """If tests of `mutate` end with sys.exit(0) in the tested function, the status is 1, and

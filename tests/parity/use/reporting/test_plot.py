@@ -464,6 +464,7 @@ def test_missing_matplotlib_is_named(capsys, layer, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("modules that a new process imports")
 def test_picture_libraries_load_lazily(tmp_path):
     """Importing the modules for plots and HTML imports neither Matplotlib, Jinja2 nor Pillow.

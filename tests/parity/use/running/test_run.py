@@ -298,6 +298,7 @@ def test_gradients_with_two_features_pass(seed):
 
 
 @pytest.mark.costly("JAX compiles every stage of a case, with gradients")
+@sample(1)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_jax_also_runs_in_small_blocks(name):
     """Compared with torch, JAX has additional stages, all of which are stages of small blocks."""

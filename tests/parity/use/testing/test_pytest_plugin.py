@@ -706,6 +706,7 @@ print(*sorted(set(sys.modules) - before))
     assert sorted(loaded) == sorted(packages + modules)
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("modules that a new process imports")
 def test_public_names_need_no_framework():
     """All public names of parity exist and are in `dir`, and accessing them imports no
