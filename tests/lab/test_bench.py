@@ -716,6 +716,7 @@ def test_model_layers_are_measured(gemma_folder, as_users_have_it, tmp_path, cap
     assert "transformers" in content["names"]["torch"]
 
 
+@pytest.mark.thorough
 def test_selected_model_layers_are_measured(gemma_folder, as_users_have_it):
     """With layers=[1], only layer 1 of a model is timed."""
     report = bench_model(gemma_folder, ["torch"], layers=[1], quick=True)

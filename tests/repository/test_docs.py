@@ -260,6 +260,8 @@ def test_code_blocks_are_all_recognized():
 
 
 LONG = {
+    "from-other-layers.md",
+    "identify.md",
     "getting-started.md",
     "conformance.md",
     "fast.md",

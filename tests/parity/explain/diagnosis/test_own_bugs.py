@@ -169,7 +169,7 @@ def exits(*_):
     raise SystemExit(3)
 
 
-@sample(6)
+@sample(4)
 @pytest.mark.parametrize("method", ["attn_weights", "steps"])
 @pytest.mark.parametrize(
     "wrong",

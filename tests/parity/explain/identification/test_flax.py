@@ -117,6 +117,7 @@ BY_LIBRARY = AttentionSpec(
 PACKED = AttentionSpec(32, 4, num_kv_heads=2, qk_norm=Norm(over="width", eps=1e-5))
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("JAX compiles each layer")
 def test_handwritten_layers_are_identified():
     """Three handwritten layers of a decoder are identified in
@@ -205,6 +206,7 @@ def test_layers_are_selected_by_pattern():
     ]
 
 
+@pytest.mark.thorough
 def test_scanned_layers_are_identified():
     """Both layers of an `nnx.scan` are identified, under different names."""
 

@@ -62,6 +62,7 @@ def inputs() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))}
 
 
+@sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_source_of_shared_kv_is_found(name):
     """Each sharing layer names the layer of its keys and values, has
@@ -160,7 +161,7 @@ ODDITIES = {
 }
 
 
-@sample(family=["Gemma 3n"], name=["rotated-again", "exchanged", "values-of-the-token-before"])
+@sample(family=["Gemma 3n"], name=["rotated-again", "exchanged"])
 @pytest.mark.parametrize("name", ODDITIES)
 @pytest.mark.parametrize("family", ["Gemma 3n", "Gemma 4"])
 def test_injected_oddity_is_never_accepted(name, family):

@@ -633,25 +633,16 @@ print(peak() - before, (folder / "b.safetensors").stat().st_size)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.costly("the memory of a process")
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the peak of memory in /proc")
 @pytest.mark.parametrize(
     ("target", "sizes", "largest"),  # sizes: layers, their width, heads, key/value heads
     [
         pytest.param("meta.LLaMA", [12, 1536, 12, 4], 2 * 8192 * 1536, id="many-layers"),
+        pytest.param("qkv_proj", [12, 1536, 12, 4], 2 * 8192 * 1536, id="many-packed-layers"),
         pytest.param(
-            "qkv_proj",
-            [12, 1536, 12, 4],
-            2 * 8192 * 1536,
-            id="many-packed-layers",
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            "qkv_proj",
-            [1, 3072, 32, 32],
-            2 * 3 * 4096 * 3072,
-            id="one-large-packed-layer",
-            marks=pytest.mark.thorough,
+            "qkv_proj", [1, 3072, 32, 32], 2 * 3 * 4096 * 3072, id="one-large-packed-layer"
         ),
     ],
 )

@@ -286,6 +286,7 @@ def statuses_of(folder, values, capsys):
     return statuses, [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
 
 
+@pytest.mark.thorough
 def test_rough_value_has_one_line_of_error(small_llama, capsys):
     """Each key has one rough value, a different one per key; commands exit with 0, 1 or 2, and each
     status 2 has one printable line of error with less than 1000 characters.

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from helpers.samples import sample
 from rich.text import Text
 
 from parity.port.conversion.layouts import LAYOUTS
@@ -53,6 +54,7 @@ MANY = {
 }
 
 
+@sample(1)
 @pytest.mark.parametrize("kind", MANY)
 def test_inspect_time_grows_with_tensors(tmp_path, capsys, kind):
     """`inspect` of 10,000 tensors takes less than 2.5 s; numbered layers are one entry, other

@@ -202,12 +202,16 @@ def test_other_json_is_not_valid():
         assert not validator.is_valid({**head, **content}), content
 
 
+SLOW = ("bench", "diagnose", "mutate", "selftest")
+"""Commands that take a second."""
+
+
 @pytest.mark.costly("each command runs as a user calls it")
 @pytest.mark.parametrize(
     "command",
     [
-        *(name for name in CALLS if name != "mutate"),
-        pytest.param("mutate", marks=pytest.mark.thorough),
+        *(name for name in CALLS if name not in SLOW),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in SLOW),
     ],
 )
 def test_command_writes_keys_of_its_schema(command, written):
