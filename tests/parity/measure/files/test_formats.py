@@ -2020,6 +2020,13 @@ def test_hostile_msgpack_raises(tmp_path, data):
     fails_to_open(tmp_path / "w.msgpack")
 
 
+def test_repeated_name_in_msgpack_raises(tmp_path):
+    """A msgpack file with two arrays of one name raises an error that asks for unique names."""
+    entry = msgpack.packb("a") + msgpack.packb(array((1,), "float32", bytes(4)))
+    (tmp_path / "w.msgpack").write_bytes(b"\x82" + 2 * entry)
+    fails_to_open(tmp_path / "w.msgpack", "have a unique name")
+
+
 def gguf_text(text):
     return struct.pack("<Q", len(text)) + text
 
