@@ -923,6 +923,23 @@ def test_llama3_scaling_of_a_large_theta():
     assert rope.frequencies(8).max() == 1.0
 
 
+def test_llama3_ramp_depends_on_turns():
+    """A pair of Llama 3 with 16 / 2 pi turns in the original context is scaled by the share of the
+    way from 1 turn, where all is scaled, to 4, where nothing is.
+    """
+    (frequency,) = Rope(scaling=Llama3Scaling(8.0, 16)).frequencies(2)
+    share = (16 / (2 * math.pi) - 1) / 3
+    assert frequency == pytest.approx(share + (1 - share) / 8)
+
+
+def test_overflowing_llama3_wavelength_raises():
+    """A theta of 1e38 raises with a scaling of Llama 3: float32 has no wavelength of 2 pi 1e38."""
+    scaling = Llama3Scaling(4.0, 64)
+    AttentionSpec(16, 2, rope=Rope(1e38))
+    with rejects("scaling", scaling=scaling, theta=1e38):
+        AttentionSpec(16, 2, rope=Rope(1e38, scaling=scaling))
+
+
 def test_rope_repr_shows_theta_and_fields():
     """The repr of RoPE shows its base and fields that differ from their defaults."""
     assert repr(Rope(500)) == "Rope(theta=500.0)"
