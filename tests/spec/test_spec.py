@@ -940,6 +940,14 @@ def test_overflowing_llama3_wavelength_raises():
         AttentionSpec(16, 2, rope=Rope(1e38, scaling=scaling))
 
 
+def test_narrow_llama3_ramp_raises():
+    """A ramp of Llama 3 whose width float32 cannot divide by raises."""
+    scaling = Llama3Scaling(1.0, 1, 2e-38, 2.5e-38)
+    AttentionSpec(16, 2, rope=Rope(scaling=replace(scaling, high_freq_factor=4e-38)))
+    with rejects("scaling", scaling=scaling, theta=10000.0):
+        AttentionSpec(16, 2, rope=Rope(scaling=scaling))
+
+
 def test_rope_repr_shows_theta_and_fields():
     """The repr of RoPE shows its base and fields that differ from their defaults."""
     assert repr(Rope(500)) == "Rope(theta=500.0)"
