@@ -145,9 +145,20 @@ class BlockBug:
     has_local_padding: bool = False
 
 
+SUM_NOT_RESCALED = BlockBug(
+    "the sum is not rescaled when a later block has a higher score", of_sum=one
+)
+VALUES_NOT_RESCALED = BlockBug(
+    "the values are not rescaled when a later block has a higher score", of_values=one
+)
+LAST_LEFT_OUT = BlockBug("the last block of keys is left out", key_blocks=all_but_last)
+OVERLAPPING = BlockBug(
+    "blocks of keys overlap by one key, which counts twice", key_blocks=overlapping
+)
+
 OF_KEYS = (
-    BlockBug("the sum is not rescaled when a later block has a higher score", of_sum=one),
-    BlockBug("the values are not rescaled when a later block has a higher score", of_values=one),
+    SUM_NOT_RESCALED,
+    VALUES_NOT_RESCALED,
     BlockBug(
         "nothing is rescaled when a later block has a higher score", of_sum=one, of_values=one
     ),
@@ -158,9 +169,9 @@ OF_KEYS = (
         "the highest score is not kept, so only the last block counts", of_sum=zero, of_values=zero
     ),
     BlockBug("the shorter last block of keys is left out", key_blocks=whole_blocks),
-    BlockBug("the last block of keys is left out", key_blocks=all_but_last),
+    LAST_LEFT_OUT,
     BlockBug("the first block of keys is left out", key_blocks=all_but_first),
-    BlockBug("blocks of keys overlap by one key, which counts twice", key_blocks=overlapping),
+    OVERLAPPING,
     BlockBug("the last key of each block is left out", key_blocks=with_gaps),
 )
 """Mistakes for which the blocks of queries do not matter."""
@@ -195,10 +206,10 @@ def blocks(case: Case) -> Iterator[Edit]:
         return
     bug = BLOCKS.shown_in("context", "module.output")
     for name, block_bug in (
-        ("sum-not-rescaled", OF_KEYS[0]),
-        ("values-not-rescaled", OF_KEYS[1]),
-        ("last-left-out", OF_KEYS[6]),
-        ("overlapping", OF_KEYS[8]),
+        ("sum-not-rescaled", SUM_NOT_RESCALED),
+        ("values-not-rescaled", VALUES_NOT_RESCALED),
+        ("last-left-out", LAST_LEFT_OUT),
+        ("overlapping", OVERLAPPING),
     ):
         change = in_blocks(block_bug, NAMED_SIZE, NAMED_SIZE)
         about = f"in blocks of {NAMED_SIZE} keys, {block_bug.words}"
