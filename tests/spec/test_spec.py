@@ -932,7 +932,7 @@ def test_llama3_ramp_depends_on_turns():
     assert frequency == pytest.approx(share + (1 - share) / 8)
 
 
-def test_overflowing_llama3_wavelength_raises():
+def test_overflowing_wavelength_raises():
     """A theta of 1e38 raises with a scaling of Llama 3: float32 has no wavelength of 2 pi 1e38."""
     scaling = Llama3Scaling(1.0, 64)
     AttentionSpec(16, 2, rope=Rope(1e38, scaling=LinearScaling(1.0)))
