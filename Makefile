@@ -33,13 +33,14 @@ test: .venv/installed
 
 # Without a card: on the mock of a board.
 test-tt: .venv-tt/installed
-	rm -f build/tt-*.xml
+	rm -f build/tt-n150.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest $(SHORT) --budget=check $(TESTS_TT) $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 
 # Thorough tests, and as many other rows as each sample has. Also tests of tt that depend on the board, on a second one,
 # which accepts other programs, and on which recordings were made.
 test-thorough: export SAMPLES := thorough
 test-thorough: .venv/installed .venv-tt/installed
+	rm -f build/tt-thorough.xml build/tt-p150.xml
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough $(TESTS_TT) $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
 	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board $(TESTS_TT) $(TWO_WORKERS) --junit-xml build/tt-p150.xml
