@@ -280,7 +280,7 @@ def _kernel_of_step(
     is_supported = (
         have_one_width
         and not has_mask
-        and fused.step_supports(first.shape[3])
+        and fused.step_supports(layer.spec.num_heads, first, is_paged=cache.page_table is not None)
         and fused.supports(x, scores)
     )
     if not is_supported:

@@ -35,9 +35,10 @@ features.
 """
 
 WIDE = 256
-"""Wider heads, such as latents, fit a core with half as many queries and keys, and in a step 32 at
-a time.
-"""
+"""Wider heads, such as latents, fit a core with half as many queries and keys."""
+
+WIDEST = 1024
+"""Wider heads do not fit a core: the plain path computes them."""
 
 HALF_TILE = TILE // 2
 """Up to this many heads are half a tile to the step kernel, which then only has approximate
@@ -50,16 +51,33 @@ STEP_FEATURES = 128
 returns garbage.
 """
 
+CHUNKS_OF_STEP = {384: 128, 512: 64, 640: 32}
+"""Keys that a core of the step kernel reads at once, by the largest size of heads, which is their
+number in tiles times their features: 64 heads of 256 features have a size of 512. More keys, or
+larger heads, do not fit a core of an n150 or a p150 that also has the queries of a layer.
+"""
+
+SIZE_OF_CALL = 512
+"""Heads that share one key are divided among calls of at most this size, or of one tile."""
+
+SIZE_OF_FRAMEWORK = 256
+"""Up to this size of heads, with at most STEP_FEATURES features, the operation chooses the number
+of keys itself. Its choice, up to 512 keys, does not fit with larger ones.
+"""
+
+SIZE_IN_PAGES = 384
+"""The same if the cache has pages."""
+
 
 @dataclass(frozen=True, eq=False)
 class FusedAttention:
     """Kernel of layers with an arithmetic of the device. Decoding steps use `attend_to_cache`.
 
     The plain path computes what the framework's kernel does not support: heads in float32 or not in
-    whole tiles, values with more or fewer tiles than keys, a soft cap, biases and products by
-    distance, and dropout. Causal and sliding-window masks with T = S are free: they are never
-    uploaded. Masks of chunks are. Scores of masked keys must be far below 1e9 in size: the kernel
-    masks by adding -1e9.
+    whole tiles or of more than 1024 features, values with more or fewer tiles than keys, a soft
+    cap, biases and products by distance, and dropout. Causal and sliding-window masks with T = S
+    are free: they are never uploaded. Masks of chunks are. Scores of masked keys must be far below
+    1e9 in size: the kernel masks by adding -1e9.
 
     Attributes:
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
@@ -80,7 +98,14 @@ class FusedAttention:
         """Return the context from the framework's prompt kernel, or from the plain path for
         unsupported calls.
         """
-        if not supports(query, scores) or query.shape[3] % TILE or value.shape[3] != key.shape[3]:
+        num_features = query.shape[3]
+        is_supported = (
+            supports(query, scores)
+            and num_features % TILE == 0
+            and num_features <= WIDEST
+            and value.shape[3] == key.shape[3]
+        )
+        if not is_supported:
             return stages.attend(query, key, value, mask, scores, self.compute_kernel_config)[0]
         device = query.device()
         batch_size, _, seq_len_q, _ = query.shape
@@ -170,7 +195,8 @@ def attend_to_cache(
     Slots beyond the last positions may contain anything, even NaN.
 
     Args:
-        query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles and accepted by `step_supports`.
+        query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles and, with N, accepted by
+            `step_supports`.
         keys, values: cache, (B, K, S, H), bfloat16 or bfloat8_b, S whole tiles; or with a page
             table (pages, K, slots per page, H).
         last_positions: last slot that each sequence attends to, (B,), on the host; or on the
@@ -192,13 +218,14 @@ def attend_to_cache(
     """
     check_floating("query", query, rank=4)
     _check_supported(query)
-    if not step_supports(query.shape[3]):
+    check_cached_step(query, keys, values, last_positions, page_table)
+    if not step_supports(query.shape[2], keys, is_paged=page_table is not None):
         raise InputError(
             "heads",
-            f"have at most {STEP_FEATURES} features in a step, or a multiple of that",
-            {"query.shape": tuple(query.shape)},
+            f"have at most {STEP_FEATURES} features in a step, or a multiple of that, and fit the"
+            " memory of a core",
+            {"query.shape": tuple(query.shape), "keys.shape": tuple(keys.shape)},
         )
-    check_cached_step(query, keys, values, last_positions, page_table)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_heads_of_spec(query, query.shape[2], rules)
     if not supports(query, Scores(rules)):
@@ -239,12 +266,6 @@ def attend_to_cache_unchecked(
             sinks = [None] * len(parts)
         else:
             sinks = _sinks_of(parts, sinks, scale)
-    # 0 lets the operation choose its chunks. Without a configuration it divides keys among more
-    # cores than its reduction tree supports, on Blackhole with few heads.
-    if query.shape[3] > WIDE:
-        chunk = math.gcd(_largest_chunk(query), keys.shape[2])
-    else:
-        chunk = 0
     device = query.device()
     if isinstance(last_positions, Tensor):
         positions = last_positions
@@ -258,6 +279,10 @@ def attend_to_cache_unchecked(
         operation = ttnn.transformer.paged_scaled_dot_product_attention_decode
         in_pages = {"page_table_tensor": page_table}
     for (part, copies), sinks_of_part in zip(parts, sinks, strict=True):
+        # Without a configuration, the operation divides keys among more cores than its reduction
+        # tree supports, on Blackhole with few heads.
+        # Never None here: `step_supports` accepted these heads.
+        chunk = _chunk_of_step(part.stop - part.start, keys, is_paged=page_table is not None) or 0
         context = operation(
             _some_heads(heads, part, copies, axis=2),
             keys,
@@ -306,20 +331,52 @@ def _parts(
     are therefore repeated within their group, and the first copy is used. If approximations are
     chosen, one copy suffices.
     """
-    if num_features > WIDE and num_kv_heads == 1:
-        at_once = TILE
-    else:
-        at_once = num_heads
     parts = []
-    for first in range(0, num_heads, at_once):
-        stop = min(first + at_once, num_heads)
-        count = stop - first
+    for part in _heads_of_calls(num_heads, num_features, num_kv_heads):
+        count = part.stop - part.start
         if count > HALF_TILE or config.math_approx_mode:
             copies = 1
         else:
             copies = HALF_TILE // count + 1
-        parts.append((slice(first, stop), copies))
+        parts.append((part, copies))
     return parts
+
+
+def _heads_of_calls(num_heads: int, num_features: int, num_kv_heads: int) -> list[slice]:
+    """Return the heads per call of the step kernel: all, unless they share one key and are too many
+    for a core.
+    """
+    at_once = num_heads
+    if num_kv_heads == 1:
+        num_tiles = 1
+        while 2 * num_tiles * num_features <= SIZE_OF_CALL:
+            num_tiles *= 2
+        at_once = num_tiles * TILE
+    return [slice(first, min(first + at_once, num_heads)) for first in range(0, num_heads, at_once)]
+
+
+def _chunk_of_step(num_heads: int, keys: Tensor, *, is_paged: bool) -> int | None:
+    """Return the number of keys that a core of the step kernel reads at once for this many heads of
+    a call; 0 lets the operation choose, and None means that it supports no number.
+    """
+    num_slots, num_features = keys.shape[2], keys.shape[3]
+    num_tiles = round_up(num_heads) // TILE
+    size = num_tiles * num_features
+    # With three tiles of heads, for example, the operation raises an error for smaller chunks.
+    needs_large_chunk = num_tiles.bit_count() > 1
+    has_large_chunks = num_slots % LARGEST_CHUNK == 0
+    if num_features <= STEP_FEATURES:
+        if is_paged and size <= SIZE_IN_PAGES:
+            return 0
+        if size <= SIZE_OF_FRAMEWORK and (has_large_chunks or not needs_large_chunk):
+            return 0
+    fitting = [chunk for largest, chunk in CHUNKS_OF_STEP.items() if size <= largest]
+    if not fitting:
+        return None
+    chunk = math.gcd(max(fitting), num_slots)
+    if needs_large_chunk and chunk < LARGEST_CHUNK:
+        return None
+    return chunk
 
 
 def _sinks_of(parts: list[tuple[slice, int]], sinks: Tensor, scale: float) -> list[Tensor]:
@@ -337,11 +394,22 @@ def supports(x: Tensor, scores: Scores) -> bool:
     return x.dtype != ttnn.float32 and not is_changed and not has_dropout
 
 
-def step_supports(num_features: int) -> bool:
-    """Return whether the framework's step kernel is correct for heads of this width
-    (docs/reference/ttnn.md).
+def step_supports(num_heads: int, keys: Tensor, *, is_paged: bool) -> bool:
+    """Return whether the framework's step kernel is correct for the width of these heads, and they
+    fit the memory of a core (docs/reference/ttnn.md).
+
+    Args:
+        num_heads: number of query heads.
+        keys: cache, (B, K, S, H), or with pages (pages, K, slots per page, H).
+        is_paged: whether the cache has pages.
     """
-    return num_features <= STEP_FEATURES or num_features % STEP_FEATURES == 0
+    num_kv_heads, num_features = keys.shape[1], keys.shape[3]
+    if num_features > STEP_FEATURES and num_features % STEP_FEATURES:
+        return False
+    for part in _heads_of_calls(num_heads, num_features, num_kv_heads):
+        if _chunk_of_step(part.stop - part.start, keys, is_paged=is_paged) is None:
+            return False
+    return True
 
 
 def may_zero_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:

@@ -213,7 +213,9 @@ EXTRA_NAMES = {
         # bodies of several operations, without checks
         *("combine_unchecked", "attend_to_cache_unchecked"),
         "attend_to_cache",  # one new token per sequence has its own kernel
-        *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which has options for dividing its work
+        # of the fused kernel, which has options for dividing its work
+        *("LARGEST_CHUNK", "WIDE", "WIDEST"),
+        *("CHUNKS_OF_STEP", "SIZE_OF_CALL", "SIZE_OF_FRAMEWORK", "SIZE_IN_PAGES"),
         *(
             "HALF_TILE",
             "STEP_FEATURES",

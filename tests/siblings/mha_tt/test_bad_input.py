@@ -642,8 +642,12 @@ STEPS = {
     "float32 cache": ({"keys": wide(2, 2, 32, 32)}, rejects_type("keys", "keys.dtype=float32")),
     "features": ({"query": ones(1, 2, 2, 16)}, rejects("heads", {"query.shape": (1, 2, 2, 16)})),
     "width": (
-        {"query": ones(1, 2, 2, 160)},
-        rejects("heads", {"query.shape": (1, 2, 2, 160)}),
+        {
+            "query": ones(1, 2, 2, 160),
+            "keys": ones(2, 2, 32, 160),
+            "values": ones(2, 2, 32, 160),
+        },
+        rejects("heads", {"query.shape": (1, 2, 2, 160), "keys.shape": (2, 2, 32, 160)}),
     ),
     "head_dim": (
         {"spec": parity.AttentionSpec(80, 2)},

@@ -116,6 +116,42 @@ def test_128_heads_attend_to_4096_latents(opened_device, deepseek, batch, seq_le
     assert cache.lengths.tolist() == [3900 + seq_len] * batch
 
 
+@pytest.mark.parametrize(("capacity", "page_size"), [(1120, None), (32768, None), (4096, 64)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [
+        (8, 4, 256),
+        (96, 8, 128),  # three tiles of heads
+        (96, 8, 256),
+        (160, 8, 128),
+        (71, 1, 64),
+        (128, 1, 128),
+        (128, 1, 256),
+        (64, 8, 384),
+        (8, 4, 512),
+        (32, 4, 512),
+        (8, 4, 640),
+        (32, 1, 640),
+        (8, 4, 768),
+        (4, 1, 1024),
+        (4, 2, 1152),
+    ],
+)
+def test_step_of_each_layer_fits(
+    opened_device, num_heads, num_kv_heads, head_dim, capacity, page_size
+):
+    """One sequence takes a prompt and a step with many heads, with wide heads, and with heads that
+    share one key.
+    """
+    spec = parity.AttentionSpec(64, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    layer = mha_tt.MultiHeadAttentionWithCache(spec, device=opened_device)
+    cache = layer.init_cache(1, capacity, page_size=page_size)
+    for seq_len in (64, 1):
+        output, cache = layer(zeros(opened_device, 1, seq_len, 64), cache)
+        assert tuple(output.shape) == (1, seq_len, 64)
+    assert cache.lengths.tolist() == [65]
+
+
 @pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(64, 128), (128, 128), (64, 256)])
 def test_many_wide_heads_split_and_combine(opened_device, num_heads, head_dim, dtype):
