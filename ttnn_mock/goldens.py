@@ -306,11 +306,12 @@ def _fill_cache(
 
 @golden("ttnn.update_cache")
 def _update_cache(
-    cache: torch.Tensor, tokens: torch.Tensor, update_idx: int, *, batch_offset: int = 0, **_: Any
+    cache: torch.Tensor, tokens: torch.Tensor, update_idx: int, **others: Any
 ) -> torch.Tensor:
     """Write one token of each sequence, (1, K, B, H), into one slot of (B, K, S, H). ttnn's
     requires all sequences.
     """
+    _reject_views("update_cache", others)
     if update_idx >= cache.shape[2]:
         # The operation accepts it, and writes outside the cache.
         raise AssertionError(
@@ -318,7 +319,7 @@ def _update_cache(
         )
     cache = cache.clone()
     for sequence in range(min(cache.shape[0], tokens.shape[2])):
-        cache[sequence, :, update_idx] = tokens[0, :, batch_offset + sequence]
+        cache[sequence, :, update_idx] = tokens[0, :, sequence]
     return cache
 
 

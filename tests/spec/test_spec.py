@@ -940,6 +940,14 @@ def test_overflowing_wavelength_raises():
         AttentionSpec(16, 2, rope=Rope(1e38, scaling=scaling))
 
 
+def test_factor_below_1_may_overflow():
+    """A factor below 1 of Llama 3 divides frequencies, which float32 must be able to represent."""
+    scaling = Llama3Scaling(0.1, 64)
+    AttentionSpec(16, 2, rope=Rope(1e-18, scaling=replace(scaling, factor=1.0)))
+    with rejects("scaling", scaling=scaling, theta=1e-18):
+        AttentionSpec(16, 2, rope=Rope(1e-18, scaling=scaling))
+
+
 def test_narrow_llama3_ramp_raises():
     """A ramp of Llama 3 whose width float32 cannot divide by raises."""
     scaling = Llama3Scaling(1.0, 1, 2e-38, 2.5e-38)

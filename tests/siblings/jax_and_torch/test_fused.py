@@ -1647,7 +1647,7 @@ def test_library_gets_options_where_possible(monkeypatch, platform, name):
         }
 
 
-@sample(12)
+@sample(12, seed=1)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     "hidden", [{}, {"key_padding_lengths": [150, 290]}], ids=["alone", "padding"]

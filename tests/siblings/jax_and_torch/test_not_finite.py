@@ -21,6 +21,7 @@ import mha_torch
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, Gate, Latent, Norm, Rope
 from mha_spec.heads import BareHeads
+from mha_spec.span import span_of
 from parity import random_weights
 
 NUM_QUERIES, NUM_KEYS = 29, 41  # with blocks of 16, the last of each are smaller
@@ -880,3 +881,19 @@ def test_torch_non_finite_path_gradients(monkeypatch):
     monkeypatch.setattr(mha_torch.kernels.nonfinite, "_cannot_overflow", lambda *_: False)
     layer.kernel = contained["torch"](mha_torch.fused.attend)
     assert all(map(torch.equal, gradients(), expected))
+
+
+def test_window_sees_a_mark_at_its_first_key():
+    """A query attends to a marked first key if its window reaches that far."""
+    marked = np.array([True, False, False, False]).reshape(1, 1, 4)
+    near = span_of(2, None)
+    in_torch = mha_torch.kernels.nonfinite.attends_to_any(
+        torch.from_numpy(marked), 4, mha_torch.masks.Mask(span=near)
+    )
+    in_jax = jax.jit(
+        lambda marked: mha_jax.kernels.nonfinite.attends_to_any(
+            marked, 4, mha_jax.masks.Mask(span=near)
+        )
+    )(marked)
+    for sees in (in_torch, in_jax):
+        assert np.asarray(sees).ravel().tolist() == [True, True, False, False]

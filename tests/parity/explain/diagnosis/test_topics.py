@@ -43,3 +43,10 @@ def test_bugs_of_some_steps_are_a_part():
     of_module = [bug.name for bug in bugs_for(case, {"whole"})]
     assert sorted([*of_module, *of_backward]) == sorted(every_name)
     assert not {*of_module} & {*of_backward}
+
+
+def test_restarted_temperature_needs_a_cache():
+    """Only the temperature of a cached layer may count positions from the first token of a call."""
+    for name, is_possible in (("temperature", False), ("decode-temperature", True)):
+        names = {bug.name for bug in known_bugs(CASES[name])}
+        assert ("temperature-restarted" in names) == is_possible

@@ -15,7 +15,8 @@ from mha_spec import Alibi, Norm, RelativeBias, Rope
 from parity import specs_of
 
 
-@sample(name=first_families(ALL, by=stack_signature))
+# One family of each stack, and one whose layers with full attention have no RoPE.
+@sample(name=[*first_families(ALL, by=stack_signature), "cohere2_moe"])
 @pytest.mark.parametrize("name", ALL)
 def test_layers_of_model_match_configuration(name, tmp_path):
     """Layers made from the configuration, with weights of the

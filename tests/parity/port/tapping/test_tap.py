@@ -24,6 +24,8 @@ from helpers.input_errors import Misuse, rejects, rejects_type
 from helpers.samples import sample
 from helpers.selection import first_families, stack_signature
 from rich.console import Console
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -368,6 +370,15 @@ def test_taps_end_on_errors_and_overlap():
     assert set(second.layers[0].calls[1].values) >= {"q", "k", "v", "context"}
     assert hooks_in(model) == hooks
     assert AttentionInterface.get_interface is function
+
+
+def test_failed_attention_ends_its_recording():
+    """After nn.MultiheadAttention raises an exception, nothing observes operations any more."""
+    layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    with parity.tap(layer):
+        with pytest.raises(AssertionError):
+            layer(*[torch.zeros(1, 3, 7)] * 3)  # of 7 features instead of 8
+        assert _get_current_dispatch_mode() is None
 
 
 def test_recorded_names_and_shapes():
