@@ -166,8 +166,13 @@ ALIKE = {"padding-of-queries", "padding-off-by-one", "own-mask-padding-visible"}
 hides padding alone.
 """
 
-ALIKE_IN_CASE = {("packed", "rope-angles-float16")}
-"""Bugs of which a form differs from a different bug only in positions that a case does not have."""
+ALIKE_IN_CASE = {
+    ("packed", "rope-angles-float16"),
+    ("quantized-cache", "cache-values-missing"),  # scales of 0 leave no value either
+}
+"""Bugs of which a form differs from a different bug only in positions or values that a case does
+not have.
+"""
 
 ONE_A_CODE = one_a_code(ALL, lambda entry: bug(CASE_OF[entry[0]], entry[1]).overrides)
 
