@@ -289,13 +289,14 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
         stages=("scores",),
     )
     yield from _of_scores(case, dtype, cut)
-    yield of_precision(
-        f"softmax-{dtype}",
-        f"every step of the softmax is computed in {dtype}",
-        {"attn_weights": partial(_softmax_by_steps, cut)},
-        fix="compute the softmax in float32",
-        stages=("attn_weights",),
-    )
+    if not case.spec.sinks:
+        yield of_precision(
+            f"softmax-{dtype}",
+            f"every step of the softmax is computed in {dtype}",
+            {"attn_weights": partial(_softmax_by_steps, cut)},
+            fix="compute the softmax in float32",
+            stages=("attn_weights",),
+        )
     yield of_precision(
         f"softmax-{dtype}",
         f"the softmax takes its scores, and gives attention weights, in {dtype}",
@@ -315,9 +316,9 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Edit]:
 def _softmax_by_steps(
     cut: Cut, layer: Layer, original: Override, values: Values
 ) -> dict[str, np.ndarray]:
-    """Round scores, their differences, exponentials, sums and quotients."""
-    if layer.sinks() is not None:
-        return original(values)
+    """Round scores, their differences, exponentials, sums and quotients, of a layer without
+    sinks.
+    """
     a = layer.arithmetic
     scores = _rounded(layer, a.widen(values["scores"]), cut)
     visible = np.where(values["mask"], -np.inf, scores)

@@ -117,6 +117,9 @@ def shown(case):
     only lose precision.
     """
     shown_bugs = [h for h in bugs_for(case) if h.shows_alone and not h.backward]
+    if case.name == "left-padding":
+        # Its only rows without a key are padding, which is not compared.
+        shown_bugs = [h for h in shown_bugs if not h.name.startswith("empty-row-")]
     return {h.name for h in shown_bugs if not h.is_loss}, {h.name for h in shown_bugs if h.is_loss}
 
 
@@ -231,7 +234,8 @@ def check_first_stages(case, bugs):
             wrong = trial.wrong(trial.stages, ())
             left = trial.wrong(trial.stages, (made,))
         assert stage_named(wrong[0]).kind in made.stages, made.about
-        assert (left == []) is ((case, made.name) not in ROUNDED), made.about
+        # Which numbers are halfway between two narrower ones depends on the processor.
+        assert left == [] or (case, made.name) in ROUNDED, made.about
 
 
 @sample(
